@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import types
 import warnings
 import weakref
@@ -20,7 +19,6 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
 from scalecom_hvd.ddp.nodes import (
     check_averages,
@@ -142,7 +140,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             "op must be dist.ReduceOp.AVG (the default) or SUM: other operations need all values"
         )
     check_local(local_steps, outer, overlap, fragments, clip_changes)
-    _check_not_wrapped(p for group in optimizer.param_groups for p in group["params"])
     if compression is None:
         compression = everything_whole()
     if not is_method(compression):
@@ -323,7 +320,6 @@ class _Averaging:
         # Whether backward gave any gradient since the last exchange, in however many passes.
         self._fresh = False
         self._synchronized, self._should_synchronize = False, True
-        self._is_new = True  # it has taken no step
         itself = weakref.ref(self)
         # The hooks are on the nodes that accumulate gradients, like Horovod's. So hooks that a
         # script puts on a parameter, even later, run first. Autograd does not keep such nodes
@@ -341,9 +337,6 @@ class _Averaging:
         """
         if self._left:
             check_parameters(self.param_groups, self._left, "average")  # type: ignore[attr-defined]
-            if self._is_new:
-                _check_not_wrapped(self._left)
-                self._is_new = False
         try:
             if self._left and self._exchange.must_exchange(fresh=self._fresh):
                 for parameter in [p for p in self._left if p not in self._reported]:
@@ -445,32 +438,6 @@ def _refuse_sparse(parameter: torch.Tensor) -> Callable[[], torch.Tensor]:
     raise RuntimeError(
         "torch.distributed does not average sparse gradients: give "
         "DistributedOptimizer(..., sparse_as_dense=True), or make the embedding with sparse=False"
-    )
-
-
-def _check_not_wrapped(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise TypeError if DistributedDataParallel already averages the gradients of these.
-
-    A parameter does not know its wrapper, so all wrappers of this process are looked at.
-    """
-    own = set(map(id, parameters))
-    if _is_wrapped(own):
-        gc.collect()  # a wrapper that the script dropped may be part of a cycle
-        if _is_wrapped(own):
-            raise TypeError(
-                "the model is wrapped by DistributedDataParallel, which averages gradients itself. "
-                "Leave the wrapper out, or keep it and use its hook, "
-                "model.register_comm_hook(ScaleComState(model, ...), scalecom_hook), with the "
-                "plain optimizer"
-            )
-
-
-def _is_wrapped(own: set[int]) -> bool:
-    return any(
-        id(parameter) in own and name not in wrapper.parameters_to_ignore
-        for wrapper in gc.get_objects()
-        if type(wrapper) is DistributedDataParallel
-        for name, parameter in wrapper.module.named_parameters()
     )
 
 

@@ -124,7 +124,9 @@ CHANGED = (
     "gradients were changed on some rank between backward() and step(), while they were being "
     "averaged, so the change would be lost. Call optimizer.synchronize() after backward(), then "
     "change gradients (clip_grad_norm_, scaler.unscale_(optimizer), ...), and call step() inside "
-    "`with optimizer.skip_synchronize():`"
+    "`with optimizer.skip_synchronize():`. If DistributedDataParallel wraps the model, it averages "
+    "gradients itself: leave the wrapper out, or keep it and use its hook with a plain optimizer "
+    "(model.register_comm_hook(ScaleComState(model), scalecom_hook))"
 )
 
 

@@ -106,19 +106,3 @@ def test_parameters_that_ddp_ignores(state_is_made):
         return
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_a_wrapper_that_was_dropped_does_not_count():
-    """The wrapper may be in a cycle, and so live until the garbage collector runs."""
-    model = net()
-    wrapped = DistributedDataParallel(model)
-    wrapped.itself = [wrapped]
-    del wrapped
-    optimizer = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), ScaleCom(**SETTINGS)
-    )
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step)).square().mean().backward()
-        optimizer.step()
-    assert same_on_all_ranks(model.parameters())
