@@ -8,8 +8,8 @@ Nothing blocks in the hook.
 
 With a mesh of nodes, each bucket is first averaged whole inside the node, while backward goes on.
 The exchange averages this rank's shard of it between nodes. Afterwards the node's ranks put their
-shards together. Imports process_group_collectives, nodes, and exchange, methods, node,
-background_thread and optimizers of exchange/.
+shards together. Imports process_group_collectives, nodes, and exchange, node_exchange, methods,
+node, background_thread and faces of exchange/.
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with types.
@@ -29,10 +29,11 @@ from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives
 from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.faces import SHARDED, check_not_sharded
+from scalecom_hvd.exchange.gradients import flat_tensor
 from scalecom_hvd.exchange.methods import Method, ScaleCom
-from scalecom_hvd.exchange.node import Node, Shards, WholeBuffer
-from scalecom_hvd.exchange.optimizers import SHARDED, check_not_sharded
-from scalecom_hvd.exchange.unused_averages import UnusedAverages
+from scalecom_hvd.exchange.node import Node
+from scalecom_hvd.exchange.node_exchange import NodeExchange
 from scalecom_hvd.saved_state import Saved
 
 
@@ -94,17 +95,16 @@ class ScaleComState:
 
     def _begin(self) -> None:
         self._names: dict[str, nn.Parameter] = {}
-        self._stand_ins: dict[torch.Tensor, nn.Parameter] = {}
-        self._names_of: dict[nn.Parameter, str] = {}
-        self._places: dict[nn.Parameter, int] = {}
+        self._name_of: dict[torch.Tensor, str] = {}
+        self._places: dict[str, int] = {}
         self._alone = False
-        self._node: Node | None = None
         self._exchange: Exchange | None = None
+        # With a mesh, this is in front of the exchange.
+        self._in_node: NodeExchange | None = None
         self._reduced: list[_Reduced] = []
-        # Parameters whose gradients this backward has not brought yet.
-        self._missing: set[nn.Parameter] = set()
+        # Names of parameters whose gradients this backward has not brought yet.
+        self._missing: set[str] = set()
         self._thread = BackgroundThread(self)
-        self._unused = UnusedAverages()
 
     def attach(
         self,
@@ -145,41 +145,32 @@ class ScaleComState:
         # If DDP looks for unused parameters, it throws away the average of a parameter that no rank
         # used. For a model that is not wrapped yet, nobody knows whether DDP will look.
         drops = wrapper is None or wrapper.find_unused_parameters or wrapper.static_graph
-        # DDP hands out gradients in buckets, and these are not p.grad. Stand-in parameters have
-        # them as their .grad.
         devices = {parameter.device for parameter in parameters.values()}
-        if mesh is not None:
-            collectives, ranks = peers_of(mesh, devices), ranks_of_node(mesh, devices)
-            collectives.end_with(self)
-            ranks.end_with(self)
-            self._node = Node(ranks)
-            self._node.shards = Shards(parameters, self._node)
-            stand_ins = self._node.shards.stand_ins
-        else:
-            if collectives is None:
-                collectives = ProcessGroupCollectives(process_group, devices=devices)
-                collectives.end_with(self)
-            stand_ins = {name: nn.Parameter(p.detach()) for name, p in parameters.items()}
         if self.compression.run.averager is None:
             self.compression.settle(every_step=True)
         # DDP made parameters the same on all ranks when it wrapped the model. They may still differ
         # between ranks when ranks first average: sharpness-aware steps move them under no_sync().
-        self._exchange = Exchange(
-            stand_ins,
-            self.compression,
-            collectives,
-            asks_for_use=drops,
-            zeros_are_unused=True,
-            compares_parameters=False,
-            node=self._node,
-        )
+        # So nothing compares them.
+        options: dict[str, Any] = {"asks_for_use": drops, "zeros_are_unused": True}
+        if mesh is not None:
+            collectives, ranks = peers_of(mesh, devices), ranks_of_node(mesh, devices)
+            ranks.end_with(self)
+            self._in_node = NodeExchange(
+                parameters, self.compression, collectives, Node(ranks), **options
+            )
+            self._exchange = self._in_node.exchange
+        else:
+            own = ProcessGroupCollectives(process_group, devices=devices)
+            collectives = own if collectives is None else collectives
+            self._exchange = Exchange(parameters, self.compression, collectives, **options)
+        if isinstance(collectives, ProcessGroupCollectives):
+            collectives.end_with(self)
         self.compression.mix_momentum(parameters, collectives, by_hook=True)
         self._alone = collectives.size == 1
         self._names = parameters
-        self._stand_ins = {p: stand_ins[name] for name, p in parameters.items()}
-        self._names_of = {stand_in: name for name, stand_in in stand_ins.items()}
-        self._places = {stand_in: place for place, stand_in in enumerate(self._names_of)}
-        self._missing = set(stand_ins.values())
+        self._name_of = {parameter: name for name, parameter in parameters.items()}
+        self._places = {name: place for place, name in enumerate(parameters)}
+        self._missing = set(parameters)
 
     def stats(self) -> dict[str, Any]:
         """Numbers of this rank's last step; see Method.stats."""
@@ -211,31 +202,29 @@ class ScaleComState:
                 "sparse gradients cannot be compressed under DistributedDataParallel: make the "
                 "embedding with sparse=False"
             )
-        if self._alone and self._node is None:  # there is nothing to average
+        if self._alone and self._in_node is None:  # there is nothing to average
             return _Reduced(buffer, {}).given_back()
         # In the first backward, DDP's only bucket may hold all gradients, in the model's order. The
         # exchange makes its buckets in the order in which gradients come, and backward goes in the
         # reverse order.
         given = dict(self._with_gradients(bucket))
-        gradients = {p: given[p] for p in sorted(given, key=self._places.__getitem__, reverse=True)}
+        gradients = {n: given[n] for n in sorted(given, key=self._places.__getitem__, reverse=True)}
         if not self._missing.issuperset(gradients):
             self._give_up()  # after an error, DDP begins anew
-        if not self._reduced:
-            self._unused.begin()
-            if self._node is not None:
-                self._node.bytes_sent = 0
+        reduced = _Reduced(buffer, gradients)
         with self._exchange.streams.entered(joins=False):
-            reduced = _Reduced(buffer, gradients, self._node, f"bucket.{len(self._reduced)}")
+            if self._in_node is not None:
+                self._in_node.bring(buffer, gradients, f"bucket.{len(self._reduced)}")
+            else:
+                for name, gradient in gradients.items():
+                    self._exchange.ready(name, flat_tensor(gradient))
             self._reduced.append(reduced)
             self._missing.difference_update(gradients)
-            for other in self._reduced:
-                if other.is_here() and not self._alone:
-                    other.report(self._exchange, self._names_of)
         # DDP numbers buckets and says which is the last, except in the first pass of a static
         # graph. So the step is over when all parameters have come.
         if not self._missing:
             everything, self._reduced = self._reduced, []
-            self._missing = set(self._stand_ins.values())
+            self._missing = set(self._names)
             self._thread.submit(self._finish, everything)
         elif bucket.is_last():
             self._refuse_missing()
@@ -246,28 +235,17 @@ class ScaleComState:
         """Wait for other ranks, and give DDP what it waits for: averages, or the error."""
         with self._exchange.streams.at_their_device():
             try:
-                self._average(everything)
+                averages = (self._in_node or self._exchange).finish()
+                for reduced in everything:
+                    reduced.take(averages)
+                    reduced.given_back()
             except BaseException as error:
                 for reduced in everything:
                     if not reduced.given.done():
                         reduced.given.set_exception(error)  # type: ignore[arg-type]
 
-    def _average(self, everything: Sequence["_Reduced"]) -> None:
-        exchange = self._exchange
-        if not self._alone:
-            for reduced in everything:
-                reduced.report(exchange, self._names_of)
-            exchange.finish()
-            exchange.look()
-            self._unused.end(exchange.has_sent)  # before DDP, and so the script, goes on
-            for reduced in everything:
-                reduced.take(exchange, self._names_of)
-        for reduced in everything:
-            reduced.wait_for_node()
-            reduced.given_back()
-
     def _refuse_missing(self) -> None:
-        missing = [name for name, p in self._names.items() if self._stand_ins[p] in self._missing]
+        missing = [name for name in self._names if name in self._missing]
         self._give_up()
         raise RuntimeError(
             f"DistributedDataParallel ignores {', '.join(missing[:5])}, but the model trained "
@@ -275,32 +253,31 @@ class ScaleComState:
             "to be ignored first, then make the state"
         )
 
-    def _with_gradients(
-        self, bucket: dist.GradBucket
-    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    def _with_gradients(self, bucket: dist.GradBucket) -> Iterator[tuple[str, torch.Tensor]]:
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if parameter not in self._stand_ins:
+            if parameter not in self._name_of:
                 raise RuntimeError(
                     "a gradient came from a parameter that the model did not have, or did not "
                     "train, when ScaleComState was made. When the model has changed, make "
                     "DistributedDataParallel and the state again"
                 )
-            stand_in = self._stand_ins[parameter]
-            if gradient.dtype != stand_in.dtype:
+            if gradient.dtype != parameter.dtype:
                 raise RuntimeError(
                     f"DistributedDataParallel reduces gradients in {gradient.dtype}, but "
-                    f"parameters are {stand_in.dtype}. No residue could make up for this loss of "
+                    f"parameters are {parameter.dtype}. No residue could make up for this loss of "
                     "precision. Leave out mixed_precision=, and use wire_dtype='float16' or "
                     "torch.autocast"
                 )
-            yield stand_in, gradient
+            yield self._name_of[parameter], gradient
 
     def _give_up(self) -> None:
         """Forget a step in which buckets are missing because backward ended in an error."""
         if self._reduced:
             self._exchange.abort()
             self._reduced = []
-        self._missing = set(self._stand_ins.values())
+            if self._in_node is not None:
+                self._in_node.forget()
+        self._missing = set(self._names)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: the method, but neither a process group nor the model."""
@@ -344,17 +321,13 @@ class _Reduced:
 
     Attributes:
         buffer: DDP's buffer; each gradient is a part of it.
-        gradients: {stand-in: gradient}.
-        node: averages the buffer first; None: every rank is a node.
-        name: a name that only this bucket has within a step.
+        gradients: {name: gradient}.
         given: a future that is given the averages, or an error.
         future: what DDP waits for: like `given`, but it can raise the error.
     """
 
     buffer: torch.Tensor
-    gradients: Mapping[nn.Parameter, torch.Tensor]
-    node: Node | None = None
-    name: str = ""
+    gradients: Mapping[str, torch.Tensor]
     given: torch.futures.Future[torch.Tensor] = dataclasses.field(init=False)
     future: torch.futures.Future[torch.Tensor] = dataclasses.field(init=False)
 
@@ -364,53 +337,18 @@ class _Reduced:
         # If a future was given an exception, DDP takes the exception for a tensor. But a callback
         # of a future can raise it.
         self.future = self.given.then(lambda given: given.value())
-        self._in_node = WholeBuffer(self.buffer, self.node, self.name) if self.node else None
-        self._is_reported = False
 
     def given_back(self) -> torch.futures.Future[torch.Tensor]:
         """Give the future what the buffer holds now, and return the future."""
         self.given.set_result(self.buffer)
         return self.future
 
-    def is_here(self) -> bool:
-        """Whether gradients are averaged inside the node."""
-        return self._in_node is None or self._in_node.is_averaged()
-
-    def report(self, exchange: Exchange, names: Mapping[nn.Parameter, str]) -> None:
-        """Wait for the node, and give the exchange its part of the gradients, once."""
-        if self._is_reported:
-            return
-        self._is_reported = True
-        if self._in_node is not None:
-            self._in_node.wait()
-        for stand_in, gradient in self.gradients.items():
-            if self.node is not None:
-                gradient = self.node.shards.cut(names[stand_in], gradient.reshape(-1))
-            stand_in.grad = gradient
-            exchange.ready(stand_in)
-
-    def take(self, exchange: Exchange, names: Mapping[nn.Parameter, str]) -> None:
-        """Put averages into the buffer. In a node each rank has a part; the others' follow."""
-        averages = {stand_in: exchange.result(stand_in) for stand_in in self.gradients}
-        if self._in_node is not None:  # averages may be parts of the buffer
-            averages = {stand_in: average.clone() for stand_in, average in averages.items()}
-            self.buffer.zero_()
-        for stand_in, average in averages.items():
-            gradient = self.gradients[stand_in]
-            if self.node is not None:
-                whole = gradient.reshape(-1)
-                self.node.shards.cut(names[stand_in], whole).copy_(average)
-                average = whole.view(gradient.shape)
+    def take(self, averages: Mapping[str, torch.Tensor]) -> None:
+        """Put averages into the buffer. DDP throws away what no rank has used."""
+        for name in self.gradients.keys() & averages.keys():
+            gradient, average = self.gradients[name], averages[name]
             if average.data_ptr() != gradient.data_ptr():
-                gradient.copy_(average)
-            stand_in.grad = None
-        if self._in_node is not None:
-            self._in_node.complete()
-
-    def wait_for_node(self) -> None:
-        """Wait for what is under way inside the node."""
-        if self._in_node is not None:
-            self._in_node.wait()
+                gradient.copy_(average.view(gradient.shape))
 
 
 def _wrapper_of(model: nn.Module) -> DistributedDataParallel | None:

@@ -3,7 +3,7 @@
 The user's optimizer gets a class of its own, which averages gradients before each step. Its methods
 are those of Horovod's optimizer: synchronize, skip_synchronize, and a zero_grad that refuses to
 throw away gradients under way. Imports process_group_collectives, nodes, sharded_optimizer, and
-exchange, local_steps, methods and optimizers of exchange/.
+exchange, local_steps, methods and faces of exchange/.
 """
 
 from __future__ import annotations
@@ -30,12 +30,7 @@ from scalecom_hvd.ddp.nodes import (
 from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives
 from scalecom_hvd.ddp.sharded_optimizer import AveragesInBackward, ShardedGradients
 from scalecom_hvd.exchange.collectives import Collectives
-from scalecom_hvd.exchange.exchange import Exchange
-from scalecom_hvd.exchange.gradients import local_part
-from scalecom_hvd.exchange.local_steps import LocalSteps
-from scalecom_hvd.exchange.methods import Method, ScaleCom
-from scalecom_hvd.exchange.node import Node
-from scalecom_hvd.exchange.optimizers import (
+from scalecom_hvd.exchange.faces import (
     check_left_out,
     check_local,
     check_parameters,
@@ -47,6 +42,11 @@ from scalecom_hvd.exchange.optimizers import (
     names_of_groups,
     trained_parameters,
 )
+from scalecom_hvd.exchange.gradients import local_part
+from scalecom_hvd.exchange.local_steps import LocalSteps
+from scalecom_hvd.exchange.methods import Method, ScaleCom
+from scalecom_hvd.exchange.node import Node
+from scalecom_hvd.exchange.optimizer_gradients import OptimizerGradients
 from scalecom_hvd.exchange.outer_step import Outer
 from scalecom_hvd.exchange.recipes import everything_whole
 
@@ -170,6 +170,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         parameters,
         method,
         collectives,
+        None,
         names_of_groups(groups, parameters),
         lambda: this(),
         sparse_as_dense=sparse_as_dense,
@@ -188,7 +189,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     members["compression"] = _Averaging.compression
     with method.run.released_on_error():
         wrapped = _of_own_class(optimizer, bases, members, _method=method)
-        if isinstance(averager, Exchange):
+        if isinstance(averager, OptimizerGradients):
             # A single rank has nothing to average.
             trained = parameters.values() if collectives.size > 1 else ()
             wrapped._begin(averager, trained, backward_passes_per_step)
@@ -312,8 +313,10 @@ def _broadcast(tensor: torch.Tensor, root: int, group: dist.ProcessGroup | None)
 class _Averaging:
     """What an optimizer that averages gradients has besides its own class, the next base."""
 
-    def _begin(self, exchange: Exchange, parameters: Iterable[torch.Tensor], passes: int) -> None:
-        self._exchange, self._passes = exchange, passes
+    def _begin(
+        self, gradients: OptimizerGradients, parameters: Iterable[torch.Tensor], passes: int
+    ) -> None:
+        self._gradients, self._passes = gradients, passes
         self._left = dict.fromkeys(parameters, passes)
         # Parameters that were reported, and are not averaged yet.
         self._reported: dict[torch.Tensor, None] = {}
@@ -338,11 +341,11 @@ class _Averaging:
         if self._left:
             check_parameters(self.param_groups, self._left, "average")  # type: ignore[attr-defined]
         try:
-            if self._left and self._exchange.must_exchange(fresh=self._fresh):
+            if self._left and self._gradients.must_exchange(fresh=self._fresh):
                 for parameter in [p for p in self._left if p not in self._reported]:
-                    self._exchange.ready(parameter)
+                    self._gradients.ready(parameter)
                 for parameter in self._left:
-                    _put(parameter, self._exchange.result(parameter))
+                    _put(parameter, self._gradients.result(parameter))
         finally:  # after an error the exchange has given the step up
             self._forget()
         self._synchronized = True
@@ -396,7 +399,7 @@ class _Averaging:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as usual. A step under way is forgotten, and residues are as before it."""
-        self._exchange.start_over()
+        self._gradients.start_over()
         self._forget()
         self._synchronized = False
         super().load_state_dict(state_dict)  # type: ignore[misc]
@@ -422,7 +425,7 @@ def _report(optimizer: Callable[[], Any], parameter: torch.Tensor, *_: Any) -> N
     self._left[parameter] -= 1
     if self._left[parameter] == 0:
         self._reported[parameter] = None
-        self._exchange.ready(parameter)
+        self._gradients.ready(parameter)
 
 
 @torch.no_grad()

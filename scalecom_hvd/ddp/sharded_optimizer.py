@@ -7,7 +7,7 @@ FSDP2 that shards inside nodes and replicates between them. FSDPModule.set_all_r
 this: FSDP2 uses the buffer as soon as the hook returns, but averages exist only when all buckets
 are known to be sound.
 
-Imports exchange, methods, gradients and optimizers of exchange/.
+Imports exchange, methods, gradients and faces of exchange/.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
-from scalecom_hvd.exchange.gradients import local_part
+from scalecom_hvd.exchange.faces import check_parameters
+from scalecom_hvd.exchange.gradients import flat_tensor, local_part
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.node import Node
-from scalecom_hvd.exchange.optimizers import check_parameters
-from scalecom_hvd.exchange.unused_averages import UnusedAverages
+from scalecom_hvd.exchange.optimizer_gradients import StartsAlike
 
 
 class ShardedGradients:
@@ -52,15 +51,18 @@ class ShardedGradients:
         groups: list[list[str]] | None,
         passes: int,
     ) -> None:
-        # For the exchange, shards are parameters like any other. They use the memory of the
-        # model's.
-        with torch.no_grad():
-            shards = {name: nn.Parameter(local_part(p)) for name, p in parameters.items()}
+        # For the exchange, a shard is a tensor like any other.
+        shards = {name: local_part(p) for name, p in parameters.items()}
         node.whole = {name: tuple(p.shape) for name, p in parameters.items()}
         self._exchange = Exchange(
-            shards, method, peers, groups=groups, asks_for_use=True, node=node
+            shards,
+            method,
+            peers,
+            groups=groups,
+            face=StartsAlike(shards),
+            asks_for_use=True,
+            node=node,
         )
-        self._parameters = {p: shards[name] for name, p in parameters.items()}
         self._names = {p: name for name, p in parameters.items()}
         self.passes, self._passes_over = passes, 0
         # Autograd's number of the backward under way and of the latest one, and the parameters that
@@ -82,7 +84,6 @@ class ShardedGradients:
             for p in parameters.values()
             if hasattr(p, "device_mesh")
         )
-        self._unused = UnusedAverages()
         method.mix_momentum(parameters, peers)
         itself = weakref.ref(self)
         for parameter in parameters.values() if peers.size > 1 else ():
@@ -120,12 +121,10 @@ class ShardedGradients:
 
     def _report(self, parameter: torch.Tensor) -> None:
         """Give the exchange a gradient. From now on, FSDP2 must not add anything to it."""
-        if not self._taken:
-            self._unused.begin()
         self._taken[parameter], parameter.grad = _placed(parameter), None
-        shard, grad = self._parameters[parameter], self._taken[parameter]
-        shard.grad = None if grad is None else local_part(grad)
-        self._exchange.ready(shard)
+        grad = self._taken[parameter]
+        flat = None if grad is None else flat_tensor(local_part(grad))
+        self._exchange.ready(self._names[parameter], flat, parameter.requires_grad)
 
     @torch.no_grad()
     def _give_back(self) -> None:
@@ -135,7 +134,6 @@ class ShardedGradients:
                 if parameter.grad is not None:
                     grad += parameter.grad
                 parameter.grad = grad
-            self._parameters[parameter].grad = None
         self._taken.clear()
 
     def _end_backward(self) -> None:
@@ -156,17 +154,14 @@ class ShardedGradients:
             return
         self._passes_over, self._is_first = 0, False
         try:
-            for parameter in dict.fromkeys([*self._arrived, *self._parameters]):
+            for parameter in dict.fromkeys([*self._arrived, *self._names]):
                 if parameter not in self._taken:
                     self._report(parameter)
-            self._exchange.finish()
-            self._exchange.look()
-            self._unused.end(self._exchange.has_sent)
-            averages = {p: self._exchange.result(shard) for p, shard in self._parameters.items()}
+            averages = self._exchange.finish()
             self._give_back()
-            for parameter, average in averages.items():
-                if self._names[parameter] in self._exchange.use.given:
-                    _put(parameter, average)
+            for parameter, name in self._names.items():
+                if name in averages:
+                    _put(parameter, averages[name].view(local_part(parameter).shape))
         finally:  # after an error the exchange has given the step up
             self.forget()
 
@@ -189,7 +184,7 @@ class ShardedGradients:
     @property
     def known(self) -> Mapping[torch.Tensor, Any]:
         """The parameters that ranks have agreed on."""
-        return self._parameters
+        return self._names
 
 
 # For each parameter, what averages its gradients: the optimizer that was made last.

@@ -91,17 +91,20 @@ class AsynchronousSteps:
     @torch.no_grad()
     def _synchronise(self, due: Sequence[int]) -> None:
         mine = self._position in due
+        changes: dict[str, torch.Tensor | None] = {}
         for name, x in self.common.items():
             parameter = self._parameters[name]
             change = self._starts[name].to(parameter.dtype).to(x.dtype) - parameter
-            # A frozen tensor sends nothing, and its residue stays as it is.
-            x.requires_grad_(mine and (parameter.requires_grad or bool(change.any())))
-            x.grad = change if mine else torch.zeros_like(change)
+            changes[name] = change if mine else None
         self.exchange.senders = due
-        for x in reversed(self.common.values()):
-            self.exchange.ready(x)
+        for name in reversed(self.common):
+            # A frozen tensor sends nothing, and its residue stays as it is.
+            trained = mine and self._parameters[name].requires_grad
+            flat = changes[name].view(-1) if mine else None
+            self.exchange.ready(name, flat, trained)
+        averages = self.exchange.finish()
         for name, x in self.common.items():
-            x.sub_(self.exchange.result(x))
+            x.sub_(averages[name].view(x.shape))
             if mine:
                 self._parameters[name].copy_(x)
                 self._starts[name].copy_(x)

@@ -29,11 +29,7 @@ from scalecom_hvd.exchange.accumulators import accumulate, commit
 from scalecom_hvd.exchange.background_thread import BackgroundThread, Job
 from scalecom_hvd.exchange.collectives import Step, Wait
 from scalecom_hvd.exchange.gradients import (
-    any_of,
     check_sizes,
-    flat_gradient,
-    unflat_gradient,
-    values_of,
     wide_dtype,
 )
 from scalecom_hvd.exchange.integer_values import IntegerValues
@@ -70,7 +66,7 @@ class Bucket:
     Args:
         number: the bucket's position among the buckets.
         names: the names of its tensors. They are on one device, and have one dtype on the wire.
-        parameters: {name: parameter} of at least these tensors.
+        like: {name: tensor} of at least these, with their shapes, dtypes and devices.
         residues: the residues of the compressed tensors.
         ranks: how many ranks there are.
         share: the factor that turns a sum over ranks into the average. Float16 values are summed,
@@ -97,7 +93,7 @@ class Bucket:
         self,
         number: int,
         names: Sequence[str],
-        parameters: Mapping[str, torch.Tensor],
+        like: Mapping[str, torch.Tensor],
         residues: Residues,
         ranks: int,
         share: float = 1.0,
@@ -106,7 +102,7 @@ class Bucket:
     ) -> None:
         self.number = number
         self.names = list(names)
-        self.parameters = {name: parameters[name] for name in names}
+        self._like = {name: like[name] for name in names}
         self.compressed = {n: residues.tensors[n] for n in names if n in residues.tensors}
         self.tensors = list(self.compressed.values())
         self.geometries = [tensor.geometry for tensor in self.tensors]
@@ -121,12 +117,12 @@ class Bucket:
         self._thread, self._copies = thread, copies
         self._job: Job | None = None
 
-        first = parameters[names[0]]
+        first = like[names[0]]
         self._device = first.device
         wide = wide_dtype(first)
         self._dense_dtype = wide
         wire = next((tensor.wire_dtype for tensor in self.tensors), wide)
-        dense = {name: parameters[name] for name in names if name not in self.compressed}
+        dense = {name: like[name] for name in names if name not in self.compressed}
         # Tensors sent whole are averaged in their own dtype, so no narrow values join them.
         assert not dense or wire == wide, "narrow values and tensors sent whole share no bucket"
         # In these dtypes ranks make sums, which are divided afterwards.
@@ -459,34 +455,28 @@ class Bucket:
     def begin(
         self,
         scale: float,
+        grads: Mapping[str, torch.Tensor],
         whole: bool = False,
-        grads: Mapping[str, torch.Tensor] | None = None,
-        unused: Collection[str] = (),
+        idle: Collection[str] = (),
     ) -> None:
         """Begin a step whose gradients are all here. They are kept until it ends, for a roll-back.
 
         Args:
             scale: 1 / loss scale.
+            grads: {name: (N,) contiguous} of all its tensors.
             whole: whether the step is sent whole.
-            grads: {name: (N,) contiguous}. None: the parameters' gradients.
-            unused: names of tensors whose gradients are zero and whose residues stay as they are.
+            idle: names of tensors whose gradients are zero and whose residues stay as they are.
 
         Raises:
-            RuntimeError: a gradient differs from its parameter in size or device.
+            RuntimeError: a gradient differs from its tensor in size or device.
         """
         self.whole, self.scale, self.bad = whole, scale, 0
         self._has_chosen = False
-        if grads is None:
-            grads = {name: flat_gradient(p) for name, p in self.parameters.items()}
         self.grads = dict(grads)
         like = {tensor.name: tensor.residue for tensor in self.tensors} | self._values.whole
         check_sizes(self.grads, like)
         own = [self.grads[name] for name in self.compressed]
-        # If a script gave an untrained parameter a gradient, the gradient counts.
-        self.frozen = [
-            name in unused or not (self.parameters[name].requires_grad or any_of(grad))
-            for name, grad in zip(self.compressed, own, strict=True)
-        ]
+        self.frozen = [name in idle for name in self.compressed]
         dtypes = [grad.dtype for grad in own]
         if dtypes != self._grad_dtypes:  # torch allows gradients of another dtype than p has
             self._choose_kernels(dtypes)
@@ -494,12 +484,11 @@ class Bucket:
             frozen = [self.frozen[i] for i in members]
             kernel.begin([own[i] for i in members], frozen, scale)
 
-    def has_gradients(self) -> torch.Tensor:
+    def has_gradients(self, grads: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """(number of compressed tensors,) float32: 0 if this rank's gradient is all 0, else 1."""
-        grads = [self.parameters[name].grad for name in self.compressed]
-        if not grads:
+        if not self.compressed:
             return torch.zeros(0, device="cpu")
-        return torch.stack([values_of(grad).any() for grad in grads]).float()
+        return torch.stack([grads[name].any() for name in self.compressed]).float()
 
     def fill(self) -> dict[str, torch.Tensor]:
         """What is all-reduced besides the method's own collectives, {end of its name: tensor}.
@@ -515,7 +504,7 @@ class Bucket:
             self._averaged = {f".{name}": grad for name, grad in self.grads.items()}
             return self._averaged
         if self.whole and self._whole_values is None:
-            self._whole_values = Values(0, self.parameters, self._dense_dtype, self._device)
+            self._whole_values = Values(0, self._like, self._dense_dtype, self._device)
         if self.tensors and not (self.whole or self._in_place):
             self.accumulators  # noqa: B018 (a method may have asked for nothing)
         self._reduced = self._whole_values if self.whole else self._values
@@ -626,10 +615,10 @@ class Bucket:
                 kernel.roll_back(keep_gradients)
 
     def end(self) -> dict[str, torch.Tensor]:
-        """Close the step. Returns {name: what p.grad must become}."""
-        outputs = {n: unflat_gradient(self.parameters[n], grad) for n, grad in self.grads.items()}
+        """Close the step. Returns {name: average (N,)}."""
+        averages = self.grads
         self.forget()
-        return outputs
+        return averages
 
     def forget(self) -> None:
         """Prepare for another step, and release this step's gradients."""

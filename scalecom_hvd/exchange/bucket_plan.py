@@ -37,7 +37,7 @@ def plan_buckets(
     arrived: Sequence[str],
     groups: Groups | None,
     loaded: Groups | None,
-    sparse: Collection[str],
+    elsewhere: Collection[str],
 ) -> list[list[str]]:
     """Decide which tensors each bucket holds, as names per bucket.
 
@@ -53,9 +53,9 @@ def plan_buckets(
         arrived: names in the order in which gradients arrived on rank 0. Other names come last.
         groups: the groups that were asked for.
         loaded: the buckets of a loaded state.
-        sparse: names of the tensors with sparse gradients. They are in no bucket.
+        elsewhere: names of the tensors that are in no bucket, such as those with sparse gradients.
     """
-    wanted = parameters.keys() - set(sparse)
+    wanted = parameters.keys() - set(elsewhere)
     late = [name for name in reversed(list(parameters)) if name not in arrived]
     in_order = [name for name in [*arrived, *late] if name in wanted]
     if groups is not None:

@@ -21,7 +21,7 @@ Imports bucket, collectives, devices and methods/base.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,13 +60,13 @@ class BucketStep:
         self._generator: Step[None] | None = None
         self.waits: Wait[Any] | None = None
 
-    def look_for_use(self) -> None:
+    def look_for_use(self, flats: Mapping[str, torch.Tensor]) -> None:
         """Look for which tensors this rank has gradients. All of the bucket's gradients are here.
 
         A bucket that is sent whole is averaged in place, so only the first call in a step looks.
         """
         if self.used is None:
-            self.used = HostCopy(self.bucket.has_gradients())
+            self.used = HostCopy(self.bucket.has_gradients(flats))
 
     def start(self, generator: Step[None]) -> None:
         """Begin the step, unless it has begun, and go on as far as possible without waiting."""
@@ -125,7 +125,7 @@ class BucketStep:
         self.new_state = self._generator = self.waits = None
 
     def end(self) -> dict[str, torch.Tensor]:
-        """Close the step. Returns {name: what p.grad must become}."""
+        """Close the step. Returns {name: average (N,)}."""
         self.waiting = set(self.bucket.names)
         self.new_state = self._generator = self.waits = self.used = None
         return self.bucket.end()

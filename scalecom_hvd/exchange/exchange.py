@@ -1,25 +1,26 @@
-"""The exchange of one optimizer's gradients: which bucket does what when.
+"""Named flat gradients in, averages out: which bucket does what when.
 
 This is the only room that knows of time. It does nearly everything while backward runs. One step:
 
-    a gradient is here      -> if its bucket is complete, the bucket's step begins: a generator of
+    ready(name, gradient)   -> if its bucket is complete, the bucket's step begins: a generator of
                                the method (methods/), which makes moves and submits collectives.
                                It yields what it must wait for: its own kernel, which runs on a
                                thread if it can, or other ranks
-    in every later hook     -> all buckets go on as far as they can without waiting
-    synchronize()           -> `result`: submit what is left, and wait for everything
+    every later ready()     -> all buckets go on as far as they can without waiting
+    finish()                -> submit what is left, and wait for everything
     all values are here     -> every rank sees whether any gradient was not finite; commit the
                                step, or roll it back
 
-bucket_step.py explains why this cannot deadlock. Hooks wait for nothing, so ranks may see their
+bucket_step.py explains why this cannot deadlock. `ready` waits for nothing, so ranks may see their
 gradients in any order, and may not see some of them at all (these take part as zeros).
 `complete_state` waits only for what every rank submitted in its last step.
 
 A step may be taken in parts, each of some buckets (fragments of local steps). Each part then runs
 as above. All parts have the step's number, and the last part ends the step.
 
-Optimizers call `ready` from hooks and `result` from synchronize(). Imports methods/base,
-bucket_step, bucket_plan, diagnostics_sampler, new_gradients, node, run, tensor_use and the rooms
+An exchange knows no parameter and no p.grad. Where gradients come from, and where averages go, is a
+face's affair: optimizer_gradients.py, DDP's hook, sharded gradients, local steps. Imports
+methods/base, bucket_step, bucket_plan, diagnostics_sampler, node, run, tensor_use and the rooms
 below.
 """
 
@@ -27,7 +28,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,38 +44,86 @@ from scalecom_hvd.exchange.bucket_step import MOST_CHANNELS, BucketStep, BucketS
 from scalecom_hvd.exchange.collectives import Collectives, Step, Wait, gather_objects
 from scalecom_hvd.exchange.devices import Streams, on_host
 from scalecom_hvd.exchange.diagnostics_sampler import Sampler
+from scalecom_hvd.exchange.gradients import any_of
 from scalecom_hvd.exchange.methods.base import Method, State
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.checked_step import checked_step
-from scalecom_hvd.exchange.new_gradients import (
-    CHANGED,
-    NewGradients,
-    SparseAverage,
-    check_same_parameters,
-    digest,
-    fill_in,
-)
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.run import Averager
 from scalecom_hvd.exchange.tensor_use import TensorUse
+from scalecom_hvd.exchange.unused_averages import UnusedAverages
 from scalecom_hvd.saved_state import Saved
 from scalecom_hvd.schedule import leader
 
+Told = Mapping[str, Any]
+"""What one rank tells all others when they agree. The values are JSON."""
+
+
+class Face:
+    """What an exchange asks of what uses it. A face that has nothing to say uses this as it is."""
+
+    def tell(self) -> Told:
+        """What this rank tells the others when they agree, besides what the exchange tells."""
+        return {}
+
+    def hear(self, everyone: Sequence[Told], elsewhere: Collection[str]) -> None:
+        """Hear what all ranks told.
+
+        Args:
+            everyone: what each rank told.
+            elsewhere: names of the tensors that travel in another way from now on, on all ranks.
+
+        Raises:
+            RuntimeError: on all ranks, if something that they told must not differ.
+        """
+
+    def average_others(self) -> Iterable[torch.Tensor]:
+        """Wait for the averages that travel in another way. Returns their values.
+
+        If some are not finite, which is the same on all ranks, the step does not count.
+        """
+        return ()
+
+    def aborted(self, restarted: bool) -> None:
+        """Forget what belongs to the step in progress, which was given up.
+
+        Args:
+            restarted: whether ranks were started anew (elastic runs), so that all must be agreed
+                again.
+        """
+
+
+class Gradient(NamedTuple):
+    """A gradient that was reported.
+
+    Attributes:
+        flat: (N,). None: this rank has none, or it travels in another way.
+        trained: whether its parameter is trained. If not, and all elements are zero, its residue
+            waits.
+    """
+
+    flat: torch.Tensor | None
+    trained: bool
+
+
+_NONE = Gradient(None, True)
+
 
 class Exchange(Averager):
-    """The exchange of one optimizer's gradients. All ranks submit the same collectives.
+    """The exchange of named tensors. All ranks submit the same collectives.
 
     Args:
-        parameters: {name: parameter} of all trained parameters, in the model's order.
-        method: how compressed tensors are averaged. From now on the method serves these parameters.
+        like: {name: tensor} with the shapes, dtypes and devices of all that is averaged, in the
+            model's order. Their numbers are not read.
+        method: how compressed tensors are averaged. From now on the method serves these tensors.
         collectives: how this rank reaches the others.
         groups: lists of names that share a bucket. None: buckets of about config.bucket_bytes, in
             the order in which gradients arrive on rank 0.
-        sparse_as_dense: whether sparse gradients are made dense.
-        send_sparse: a function that averages a gradient that stays sparse.
+        face: what uses the exchange. None: it has nothing to say.
         settings: what ranks must have in common, besides the method's settings.
-        asks_for_news: whether a step begins only if some rank has new gradients (`must_exchange`).
+        keeps_gradients: whether gradients stay as they are until the step counts, so that a step
+            can begin again (`begin_again`).
         asks_for_use: whether ranks tell each other which tensors have gradients. A tensor sends
             nothing if no rank has a gradient for it, and its residue waits. Use this if averages of
             such tensors are thrown away (tensor_use.py).
@@ -84,86 +134,78 @@ class Exchange(Averager):
             rank has whole gradients.
         part_of: the averager that this exchange is a part of. That averager begins the method's run
             when it is complete. None: this exchange begins the run.
-        compares_parameters: whether ranks that begin with different parameters are refused.
 
     Attributes:
-        trained: the parameters.
         has_sent: whether values left residues in the last step.
+        agreed: whether ranks have agreed, so that buckets may begin before `finish`.
         use: with `asks_for_use`, which tensors the last step used. The same on all ranks.
         part: which tensors the coming step is about, the same on all ranks. None: always all of
             them.
         streams: the streams on which the exchange works.
+        unused: warns of averages that no optimizer's step uses.
 
     Raises:
         ValueError, TypeError: see Run.begin.
+
+    Example:
+        >>> exchange = Exchange({"w": torch.zeros(100, 100)}, ScaleCom(), collectives)
+        >>> exchange.ready("w", gradient.view(-1))
+        >>> average = exchange.finish()["w"].view(100, 100)
     """
 
     def __init__(
         self,
-        parameters: Mapping[str, torch.Tensor],
+        like: Mapping[str, torch.Tensor],
         method: Method,
         collectives: Collectives,
         *,
         groups: Groups | None = None,
-        sparse_as_dense: bool = False,
-        send_sparse: SparseAverage | None = None,
+        face: Face | None = None,
         settings: Settings | None = None,
-        asks_for_news: bool = False,
+        keeps_gradients: bool = False,
         asks_for_use: bool = False,
         zeros_are_unused: bool = False,
         is_scaled: bool = True,
         node: Node | None = None,
         part_of: Averager | None = None,
-        compares_parameters: bool = True,
     ) -> None:
         self.residues: Residues = method.residues
         self.config: ScaleComConfig = method.config
         self.buckets: list[Bucket] = []
         self.part: Part | None = None
         self.names = Names(collectives.numbers)
-        self._parameters = dict(parameters)
-        self._name_of = {parameter: name for name, parameter in parameters.items()}
-        self.trained = self._name_of.keys()
+        self._like = dict(like)
         self.has_sent = False
-        # Tensors without a gradient on this rank, in this step.
-        self._missing: set[str] = set()
         self._method, self._run = method, method.run
         self.collectives = collectives
         self._restarted = collectives.restarts()
         self._groups = groups
-        self._sparse_as_dense = sparse_as_dense
-        self._send_sparse = send_sparse
+        self._face = face or Face()
         self._is_scaled = is_scaled
         self.use = TensorUse(zeros_are_unused) if asks_for_use else None
         self.node = node
         self._settings = method.settings | dict(settings or {})
-        # Ranks ask about gradients, and compare them, as scripts have them: on all ranks of all
-        # nodes.
-        everyone = collectives if node is None else node.everyone or collectives
-        whole = self._parameters if node is None or node.shards is None else node.shards.parameters
-        self._as_script_has = whole
-        self._news = NewGradients(everyone, self.names, whole) if asks_for_news else None
-        self._everyone = None if everyone is collectives else everyone
-        # Only ranks that ask each other for news may find that a step must begin again. What such
-        # a rank submitted of it may meet what another rank submitted before it gave the step up.
-        self._copies = asks_for_news
+        self._copies = keeps_gradients
+        self.unused = UnusedAverages()
+        self._has_steps = part_of is None
         self._sampler: Sampler | None = None
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()
-        self.streams = Streams(parameter.device for parameter in parameters.values())
+        self.streams = Streams(tensor.device for tensor in like.values())
         self._thread = BackgroundThread(self, self._go_on)
         self._failure: BaseException | None = None
         self._finishing = False
         # The step about which ranks must still compare what they saw. None: there is no such step.
         self._look_at: int | None = None
-        self._agreed = False
+        self.agreed = False
         self._channels: list[Collectives] = []
         self._steps = BucketSteps([], self._channels, self._bucket_step)
         # {bucket's number: norms of residues and gradients}, for the step's parts so far.
         self._norms: dict[int, tuple[float, float]] = {}
-        self._arrived: dict[str, None] = {}
-        self._sparse: dict[str, Callable[[], torch.Tensor] | None] = {}
-        self._outputs: dict[str, torch.Tensor] = {}
+        # The gradients of the step in progress, in the order in which they were reported.
+        self._arrived: dict[str, Gradient] = {}
+        # Names of tensors that are in no bucket, because they travel in another way.
+        self._elsewhere: set[str] = set()
         self._whole = False
         self._unscaling: Wait[float] | None = None  # None: gradients are not scaled
         kinds = ("offsets", "values", "dense", "gathered", "collectives")
@@ -171,169 +213,73 @@ class Exchange(Averager):
         # About the last finished step, or part of a step: whether it ended the step, what was
         # submitted, how many elements of each tensor were chosen, and which tensors it was about.
         self._places: dict[str, int] = {}
-        self._last = True, self._submitted, self._places, list(self._parameters)
-        # Whether ranks must still compare parameters. Local steps compare theirs themselves.
-        self._is_new = compares_parameters and part_of is None
+        self._last = True, self._submitted, self._places, list(self._like)
         if part_of is None:
-            self._run.begin(self._parameters, self)
+            self._run.begin(self._like, self)
 
-    # What the optimizer calls.
+    # What faces call.
 
-    def must_exchange(self, fresh: bool) -> bool:
-        """Whether a synchronize() that begins now has gradients to exchange.
-
-        If so, the optimizer reports all of them, and asks for results. If backward gave no rank any
-        gradient, gradients become what Horovod's average (or sum) of them is. Residues, leader and
-        step then stay as they are.
-
-        Args:
-            fresh: whether backward gave this rank any gradient since the last exchange.
-
-        Raises:
-            RuntimeError: on all ranks, if gradients were changed on some rank after they arrived.
-        """
-        with self._or_forgotten():
-            has_gradients = self._ask_all(fresh)
-        for parameter in () if has_gradients else self._as_script_has.values():
-            if parameter.grad is not None:
-                self.streams.give(parameter.grad)
-        return has_gradients
-
-    def _ask_all(self, fresh: bool) -> bool:
-        self._notice_restart()
-        news, changed = self._news, self._has_changed()
-        sparse = self._sparse, self._send_sparse
-        if news.channel is not None:
-            if not (news.ask(fresh) or news.came_by_hand(*sparse)):
-                return False
-            changed, alike = news.signal(changed, self._agreed)
-            if changed:
-                self._let_all_arrive(alike)
-                raise RuntimeError(CHANGED)
-            if alike:
-                return True
-            # Some rank gave a step up, or loaded a state. If this rank has begun a step, the step
-            # is rolled back, and begins again once ranks have agreed.
-            if self._agreed:
-                self._begin_again()
-            news.meet(None)
-        under_way = {name: wait for name, wait in self._sparse.items() if wait is not None}
-        return news.ask_at_first(fresh, changed, under_way) or news.came_by_hand(*sparse)
-
-    def _begin_again(self) -> None:
-        """Report again the gradients that have arrived, as in a first step.
-
-        Sparse gradients are on their way already, because they travel without an agreement.
-        """
-        arrived, sparse = list(self._arrived), self._sparse
-        self._abort()
-        self._begin_step()
-        self._arrived, self._sparse = dict.fromkeys(arrived), sparse
-        for name in arrived:
-            if sparse.get(name) is None:
-                self.ready(self._parameters[name])
-
-    def _let_all_arrive(self, alike: bool) -> None:
-        """Complete all collectives of a step that all ranks give up, so that none is left over."""
-        if not alike:
-            return  # some rank has forgotten what the others have begun
-        for name in self._parameters.keys() - self._arrived.keys():
-            self.ready(self._parameters[name])
-        self._steps.complete(self._steps.all)
-        for wait in self._sparse.values():
-            wait()
-
-    def _has_changed(self) -> bool:
-        """Whether a gradient was changed after it arrived, if that matters."""
-        # The other ranks wait for this rank's signal, perhaps before they submit what this rank's
-        # own stream waits for.
-        with self.streams.left():
-            changed = self._news.changed()
-        is_scaled = self._unscaling is not None and self._unscaling.now() != 1
-        if not (self._agreed or is_scaled) and self._everyone is None:
-            # No bucket has begun, so gradients are exchanged as they are now. Only sparse
-            # gradients travel already.
-            changed = [name for name in changed if name in self._sparse]
-        if changed:  # other gradients may have changed, unnoticed
-            for bucket in self.buckets:
-                bucket.roll_back(keep_gradients=True)
-        return bool(changed)
-
-    def ready(self, parameter: torch.Tensor) -> None:
+    def ready(self, name: str, flat: torch.Tensor | None, trained: bool = True) -> None:
         """Report a complete gradient of this rank. Backward's hooks call this, so it never waits.
 
         Args:
-            parameter: one of the trained parameters. Its .grad is read. If it is None, it becomes
-                zeros.
+            name: its name.
+            flat: (N,) contiguous. It may be written to, and holds the average in the end. None:
+                this rank has no gradient, so zeros take part.
+            trained: whether its parameter is trained.
 
         Raises:
-            RuntimeError: a gradient has another size than its parameter had, or something has
-                failed on the background thread meanwhile. The step is rolled back.
+            RuntimeError: a gradient has another size than its tensor had, or something has failed
+                on the background thread meanwhile. The step is rolled back.
         """
-        name = self._name_of[parameter]
-        with self._or_forgotten(joins=False):
-            self._notice_restart()
-            if not self._arrived:
-                self._begin_step()
-            self._arrived[name] = None
-            if parameter.grad is None:
-                self._missing.add(name)
-            fill_in(parameter, name in self._sparse)
-            if name in self._sparse and not parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_sparse(1)
-            may_be_sparse = not (self._sparse_as_dense or self._agreed)
-            if name in self._sparse or (parameter.grad.is_sparse and may_be_sparse):
-                self._sparse[name] = self._send_sparse(parameter)
-                if self._news is not None:
-                    self._news.mark(name)
-            else:
-                if self._everyone is None and (self._agreed or not self._whole):
-                    self.mark(name)
-                if self._agreed:
-                    self._steps.of[name].waiting.discard(name)
+        with self.entered(joins=False):
+            self._report(name, Gradient(flat, trained))
+            if self.agreed:
+                self._steps.of[name].waiting.discard(name)
             self._advance()
 
-    def mark(self, name: str) -> None:
-        """Note that a gradient is on its way. If a script changed it now, that would be lost."""
-        if self._news is not None:
-            with self.streams.left():
-                self._news.mark(name)
+    def ready_elsewhere(self, name: str) -> None:
+        """Report a gradient that travels in another way, now and in all later steps."""
+        with self.entered(joins=False):
+            self._report(name, Gradient(None, True))
+            self._elsewhere.add(name)
+            self._advance()
 
-    def result(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The averaged gradient. Call it when every gradient of this rank has been reported.
+    def _report(self, name: str, gradient: Gradient) -> None:
+        self.notice_restart()
+        if not self._arrived:
+            self._begin_step()
+        self._arrived[name] = gradient
 
-        The first call of a step waits for all ranks.
+    def finish(self, looks: bool = True) -> dict[str, torch.Tensor]:
+        """Wait for everything. Then commit the step, or roll it back.
+
+        Call it when all gradients of this rank were reported. If `send` has sent everything, this
+        waits for no other rank's script.
 
         Args:
-            parameter: each reported parameter, once.
+            looks: whether ranks also compare what they saw (`look`).
 
         Returns:
-            What .grad must become, with its shape and dtype. It is NaN in a skipped step.
+            {name: average (N,)} of the step's tensors. Averages are NaN if the step does not count.
+            With `asks_for_use`, those that no rank has used are left out. All may be views of
+            memory that the gradients have.
 
         Raises:
             RuntimeError: ranks were started differently. It is raised at the first step, on all
                 ranks.
             Exception: a collective failed, and the transport raised this. The step is rolled back.
         """
-        name = self._name_of[parameter]
-        with self._lock:
-            if name not in self._outputs:
-                self.finish()
-                self.look()
-            return self.streams.give(self._outputs.pop(name))
-
-    def finish(self) -> None:
-        """Wait for everything. Then commit the step, or roll it back, as `result` does.
-
-        If `send` has sent everything, this waits for no other rank's script.
-        """
         ending = self.node.ending_a_step() if self.node else contextlib.nullcontext()
-        with self._or_forgotten(), ending:
+        with self.entered(), ending:
             self._finishing = True
             try:
-                self._finish()
+                averages = self._finish()
             finally:
                 self._finishing = False
+        if looks:
+            self.look()
+        return averages
 
     def look(self, all_are_here: bool = True) -> None:
         """Let ranks compare what they saw of the step that `finish` ended, if that is due.
@@ -343,19 +289,19 @@ class Exchange(Averager):
         """
         step, self._look_at = self._look_at, None
         if step is not None and all_are_here:
-            with self._or_forgotten():
+            with self.entered():
                 self._sampler.look(step, self.collectives, self.names("diagnostics"))
 
     def send(self) -> None:
-        """Send all that was reported, for callers that take long between `ready` and `result`.
+        """Send all that was reported, for callers that take long between `ready` and `finish`.
 
         All ranks make this call. At the first step, ranks agree here. From then on, no rank waits
         for another rank's script. Collectives that depend on what other ranks send are submitted on
         the background thread. This also holds if a script drops its optimizer meanwhile, which
-        ranks may do at different times. The call raises what `result` raises.
+        ranks may do at different times. The call raises what `finish` raises.
         """
-        with self._or_forgotten(joins=False):  # `finish` joins
-            if not self._agreed:
+        with self.entered(joins=False):  # `finish` joins
+            if not self.agreed:
                 self._agree()
             self._advance()
             self._steps.begin(self._steps_of_part(), all_are_here=True)
@@ -368,7 +314,7 @@ class Exchange(Averager):
     def complete_state(self) -> None:
         """Wait for what the method's state lacks. Every rank submitted this in its last step."""
         with self._lock, self.streams.entered():
-            self._notice_restart()
+            self.notice_restart()
             for step in self._steps.all:
                 step.complete_state()
 
@@ -377,7 +323,7 @@ class Exchange(Averager):
         with self._lock:
             self.buckets = []
             self._steps = BucketSteps([], [], self._bucket_step)
-            self._agreed, self._look_at = False, None
+            self.agreed, self._look_at = False, None
 
     def state_dict(self) -> Saved:
         """See Averager."""
@@ -389,10 +335,50 @@ class Exchange(Averager):
         if self.use is not None:
             self.use.load_state_dict(state)
 
-    def start_over(self) -> None:
-        """Forget the step in progress, if any, because the optimizer's state was loaded."""
-        if self.in_step():
-            self.abort()
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients must stay what they were when they were reported, until `finish`.
+
+        Their buckets may have begun, or the loss scale that they carry was read. The host waits for
+        the scale.
+        """
+        scaled = not self._whole and self._unscaling is not None and self._unscaling.now() != 1
+        return self.agreed or scaled
+
+    @property
+    def channel(self) -> Collectives:
+        """The channel for what faces tell other ranks, once ranks have agreed."""
+        return self._channels[-1]
+
+    def begin_again(self) -> None:
+        """Report again the gradients that have arrived, as in a first step."""
+        arrived = self._arrived
+        self._abort()
+        for name, (flat, trained) in arrived.items():
+            if name in self._elsewhere:
+                self.ready_elsewhere(name)
+            else:
+                self.ready(name, flat, trained)
+
+    def complete_collectives(self, alike: bool) -> None:
+        """Complete all collectives of a step that all ranks give up, so that none is left over.
+
+        Args:
+            alike: whether all ranks have begun the step. If not, some rank has forgotten it.
+        """
+        if not alike:
+            return
+        for name in self._like.keys() - self._arrived.keys() - self._elsewhere:
+            self.ready(name, None)
+        self._steps.complete(self._steps.all)
+
+    def keep_gradients(self) -> None:
+        """Undo the moves of a step whose gradients were changed, perhaps unnoticed, on their way.
+
+        Residues then hold what the gradients were, so nothing is lost.
+        """
+        for bucket in self.buckets:
+            bucket.roll_back(keep_gradients=True)
 
     def abort(self) -> None:
         """Forget the step in progress. It is rolled back, so residues lose nothing."""
@@ -405,7 +391,7 @@ class Exchange(Averager):
         self._settings |= diagnostics.settings
 
     @contextlib.contextmanager
-    def _or_forgotten(self, joins: bool = True) -> Iterator[None]:
+    def entered(self, joins: bool = True) -> Iterator[None]:
         """Let in one thread at a time. If something fails inside, forget the step in progress.
 
         Args:
@@ -418,13 +404,12 @@ class Exchange(Averager):
                 self._abort()
                 raise
 
-    def _notice_restart(self) -> None:
-        """If ranks were started anew (elastic runs), forget everything that was under way."""
-        if self._restarted():
-            self._abort()
-            if self._news is not None:
-                self._is_new = True
-                self._news.meet(None)
+    def notice_restart(self) -> bool:
+        """If ranks were started anew (elastic runs), forget everything, and return True."""
+        restarted = self._restarted()
+        if restarted:
+            self._abort(restarted)
+        return restarted
 
     # One step.
 
@@ -453,8 +438,6 @@ class Exchange(Averager):
             self._lock.release()
 
     def _begin_step(self) -> None:
-        self._outputs.clear()
-        self._missing.clear()
         self._unscaling = self._method.scaling.inverse() if self._is_scaled else None
         if self._unscaling is not None and self.node is not None and self.collectives.is_ordered:
             # Ranks must submit what NCCL sends between nodes and inside a node in one order, or
@@ -464,8 +447,8 @@ class Exchange(Averager):
         self._choose_late()
         self._whole = self._must_send_whole()
         self._submitted = dict.fromkeys(self._submitted, 0)
-        if self._news is not None:
-            self._news.begin(self._agreed)
+        if self._has_steps:
+            self.unused.begin()
 
     def _choose_late(self) -> None:
         """Choose the buckets that must not begin while backward runs; the same on all ranks."""
@@ -473,7 +456,7 @@ class Exchange(Averager):
             step.is_late = self.use is not None and self.use.concerns(step)
 
     def _must_send_whole(self) -> bool:
-        names = self.residues.tensors.keys() - self._sparse.keys()
+        names = self.residues.tensors.keys() - self._elsewhere
         return self.residues.step < self.residues.whole_steps or not self._method.is_ready(names)
 
     def _sample_due(self) -> bool:
@@ -494,10 +477,16 @@ class Exchange(Averager):
             self.leader_at,
             self._submitted,
         )
+        flats = self._flats(bucket)
         if self.use is not None:
-            self.use.look(step)
+            self.use.look(step, flats)
         scale = 1.0 if self._unscaling is None else (yield from self._unscaling)
-        bucket.begin(scale, self._whole, unused=() if self.use is None else self.use.unused)
+        idle = set() if self.use is None else set(self.use.unused)
+        # If a script gave an untrained parameter a gradient, the gradient counts.
+        for name, flat in flats.items():
+            if not (self._arrived.get(name, _NONE).trained or any_of(flat)):
+                idle.add(name)
+        bucket.begin(scale, flats, self._whole, idle)
         if self._sample_due():
             self._sampler.before(bucket)
         if bucket.compressed:
@@ -505,6 +494,16 @@ class Exchange(Averager):
             step.new_state = yield from checked_step(self._method, bucket, collectives, state)
         if not collectives.sent_values:
             yield from collectives.average_taken()
+
+    def _flats(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """The gradients of a bucket, with zeros for what did not arrive on this rank."""
+        flats = {}
+        for name in bucket.names:
+            flat, like = self._arrived.get(name, _NONE).flat, self._like[name]
+            if flat is None:
+                flat = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
+            flats[name] = flat
+        return flats
 
     def _state(self, bucket: Bucket) -> State:
         run, now = self._run, self.residues.step
@@ -516,11 +515,11 @@ class Exchange(Averager):
         """The position of the rank that chooses for a bucket in a step."""
         return leader(step, bucket, self.collectives.size, self.config.leader == "staggered")
 
-    def _finish(self) -> None:
+    def _finish(self) -> dict[str, torch.Tensor]:
         """Submit what is left, wait for everything, and commit the step, or roll it back."""
         if not self._arrived:
             raise RuntimeError("averages were asked for before gradients came: this is a bug")
-        if not self._agreed:
+        if not self.agreed:
             self._agree()
         steps = self._steps_of_part()
         self._advance()
@@ -528,8 +527,7 @@ class Exchange(Averager):
         if self.use is not None:
             self._learn_use(steps)
         self._steps.complete([step for step in steps if not step.has_begun])
-        sparse = {name: wait() for name, wait in self._sparse.items()}
-        counts = self._is_sound(steps, sparse)
+        counts = self._is_sound(steps)
         names = [name for step in steps for name in step.bucket.names]
         ends = self.part is None or self.part.is_last
         self._last = ends, dict(self._submitted), {} if self._whole else self._places, names
@@ -537,33 +535,32 @@ class Exchange(Averager):
             counts = self.node.counts(counts, self.residues.step)
         self.has_sent = counts and not self._whole
         self._commit(steps, ends) if counts else self._roll_back(steps)
-        for step in steps:
-            self._outputs.update(step.end())
-        self._outputs.update(sparse)
-        self._sparse = dict.fromkeys(self._sparse)
-        self._arrived.clear()
-        if self._news is not None:
-            self._news.end(self.has_sent)
+        averages = {name: average for step in steps for name, average in step.end().items()}
+        self._arrived = {}
+        self.unused.end(self.has_sent)
+        given = averages.keys() if self.use is None else self.use.given
+        return {n: self.streams.give(average) for n, average in averages.items() if n in given}
 
     def _learn_use(self, steps: Sequence[BucketStep]) -> None:
         """Learn which tensors the step uses, and undo what assumed something else."""
         for step in steps:
-            self.use.look(step)
+            self.use.look(step, self._flats(step.bucket))
+        missing = {n for n in self._like if self._arrived.get(n, _NONE).flat is None}
         # The ranks' agreement is on other channels.
-        wrong = self.use.ask(steps, self._missing, self._channels[-1], self.names("used"))
+        wrong = self.use.ask(steps, missing, self._channels[-1], self.names("used"))
         # Steps that are sent whole leave residues alone.
         for step in wrong if not self._whole else ():
             if step.has_begun:
                 step.begin_again()
 
-    def _is_sound(self, steps: Sequence[BucketStep], sparse: Mapping[str, torch.Tensor]) -> bool:
+    def _is_sound(self, steps: Sequence[BucketStep]) -> bool:
         """Whether the step is sound.
 
         All averages were reduced or gathered, so they are the same on all ranks, and all decide the
         same.
         """
         sound = [step.bucket.is_sound() for step in steps]
-        sound += [average._values().isfinite().all() for average in sparse.values()]
+        sound += [values.isfinite().all() for values in self._face.average_others()]
         return all(map(bool, on_host(sound)))  # here the host waits for its devices
 
     def _steps_of_part(self) -> list[BucketStep]:
@@ -622,20 +619,17 @@ class Exchange(Averager):
             step.roll_back()
             step.bucket.spoil()
 
-    def _abort(self) -> None:
+    def _abort(self, restarted: bool = False) -> None:
         """Roll back and forget what was done of a step, for example if a collective failed."""
         for bucket in self.buckets:
             bucket.roll_back()
             bucket.forget()
         self._failure = None
-        if self._news is not None:
-            self._news.give_up()
+        self._face.aborted(restarted)
         # The state that ranks must have in common may come from this step on one rank and from the
         # next step on another, and perhaps it never arrives.
         self._run.begin_equal_state_anew()
-        self._arrived.clear()
-        self._sparse = dict.fromkeys(self._sparse)
-        self._outputs.clear()
+        self._arrived = {}
         # Ranks may have submitted different parts of the step. With new buffers, new names and new
         # channels, these do not meet what comes next.
         self._channels = []
@@ -651,32 +645,26 @@ class Exchange(Averager):
         """
         residues, groups = self.residues, self._groups
         everyone = self._run.agree(
-            self._parameters,
+            self._like,
             self.collectives,
             self.names,
-            self._settings | {"sparse_as_dense": self._sparse_as_dense},
+            self._settings,
             {"groups": None if groups is None else [list(group) for group in groups]},
             {
-                "sparse": list(self._sparse),
+                "elsewhere": list(self._elsewhere),
                 "arrived": list(self._arrived),
                 "buckets": residues.buckets,
                 "channels": len(self._channels),
-                "parameters": digest(self._parameters.values()) if self._is_new else None,
                 "use": None if self.use is None else self.use.state_dict(),
+                **self._face.tell(),
             },
         )
-        check_same_parameters(everyone)
-        self._is_new = False
         self._run.compare_states([other["state"] for other in everyone])
-        for name in sorted({name for other in everyone for name in other["sparse"]}):
-            if self._sparse.get(name) is None:  # none arrived here, so an empty one takes part
-                parameter = self._parameters[name]
-                parameter.grad = parameter.grad.to_sparse(1)
-                self._sparse[name] = self._send_sparse(parameter)
+        self._elsewhere = {name for other in everyone for name in other["elsewhere"]}
         self._whole = self._must_send_whole()  # the step began before this was known
         arrived, loaded = everyone[0]["arrived"], everyone[0]["buckets"]
         plan = plan_buckets(
-            self._parameters, residues, arrived, groups, loaded, sparse=self._sparse
+            self._like, residues, arrived, groups, loaded, elsewhere=self._elsewhere
         )
         # Ranks may use different devices, but the same tensors must share a device on all ranks.
         plans = gather_objects(self.collectives, {"buckets": plan}, "agreement.buckets")
@@ -684,21 +672,20 @@ class Exchange(Averager):
         channels = (1 if self.collectives.is_ordered else min(len(plan), MOST_CHANNELS)) + 1
         if min(other["channels"] for other in everyone) < channels:
             self._channels = [self.collectives.channel() for _ in range(channels)]
-        if self._news is not None:
-            self._news.meet(self._everyone or self._channels[-1])
+        self._face.hear(everyone, self._elsewhere)
         self._make_buckets(plan)
         if self.use is not None:
             self.use.agree([other["use"] for other in everyone])
         self._choose_late()
         residues.note_ranks(self.collectives.size, self.collectives.position)
-        self._agreed = True
+        self.agreed = True
 
     def _make_buckets(self, plan: list[list[str]]) -> None:
         self.residues.enter_stage()
         self._places = {name: own.geometry.k for name, own in self.residues.tensors.items()}
         self.residues.buckets, self._norms = plan, {}
         size, share = self.collectives.size, self.collectives.share
-        rest = self._parameters, self.residues, size, share, self._thread, self._copies
+        rest = self._like, self.residues, size, share, self._thread, self._copies
         self.buckets = [Bucket(b, names, *rest) for b, names in enumerate(plan)]
         self._steps = BucketSteps(self.buckets, self._channels[:-1], self._bucket_step)
         if self._sampler is not None:
@@ -708,7 +695,7 @@ class Exchange(Averager):
 
     def stats(self) -> Stats:
         """Numbers of the last step taken; see Method.stats."""
-        dense = {n: p.numel() for n, p in self._parameters.items() if n not in self._sparse}
+        dense = {n: p.numel() for n, p in self._like.items() if n not in self._elsewhere}
         ends, submitted, chosen, names = self._last
         last, size = max(self.residues.step - ends, 0), self.collectives.size
         numbers = step_stats(

@@ -34,10 +34,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor if to_local is None else to_local()).data
 
 
+def flat_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor as a contiguous (N,) tensor: in its own memory if it allows that."""
+    own = tensor.detach()
+    return (own.to_dense() if own.is_sparse else own).contiguous().view(-1)
+
+
 def flat_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """The gradient as a contiguous (N,) tensor: p.grad itself if its layout allows."""
-    grad = parameter.grad.detach()
-    return (grad.to_dense() if grad.is_sparse else grad).contiguous().view(-1)
+    return flat_tensor(parameter.grad)
 
 
 def unflat_gradient(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:

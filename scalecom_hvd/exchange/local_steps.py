@@ -301,16 +301,15 @@ class LocalSteps(Averager):
             else:
                 # In its own dtype, the parameter began at the rounded x.
                 change.copy_(x.to(parameter.dtype)).sub_(parameter)
-            # A frozen tensor sends nothing, and its residue stays as it is. A tensor that was
-            # frozen in the middle of a round has a change to send.
-            x.requires_grad_(parameter.requires_grad or bool(change.any()))
-            x.grad = change
             if self._overlap:  # at once: the processor's cache may still hold the parameter
                 journey.sent_from[name] = self._sent_from[name].copy_(parameter)
         self._clipping.clip([self._changes[name] for name in names], self.collectives)
         self.exchange.part = Part(set(names), fragments[-1] == len(self._fragments) - 1)
         for name in reversed(names):
-            self.exchange.ready(self.common[name])
+            # A frozen tensor sends nothing, and its residue stays as it is. But if it was frozen in
+            # the middle of a round, it has a change to send.
+            trained = self._parameters[name].requires_grad
+            self.exchange.ready(name, self._changes[name].view(-1), trained)
         if self._overlap:
             self.exchange.send()
         self._journey = journey
@@ -335,8 +334,8 @@ class LocalSteps(Averager):
             self._journey = None
             return
         journey, skipped = self._journey, self._residues.skipped_steps
-        self.exchange.finish()
-        averages = {name: self.exchange.result(self.common[name]) for name in journey.names}
+        flats = self.exchange.finish(looks=False)
+        averages = {name: flat.view(self.common[name].shape) for name, flat in flats.items()}
         journey.averages = {} if self._residues.skipped_steps > skipped else averages
 
     @torch.no_grad()

@@ -6,18 +6,10 @@ after the script has called it. In Horovod this is harmless, because averaging a
 nothing. With residues it is not: values leave them a second time, and the script, which holds the
 first values, throws the second ones away.
 
-A rank has news if backward gave it gradients since the last exchange. It says so in its first
-hook, and waits for nobody (`tell`). A rank without news asks (`ask`), and waits until all ranks
-have said whether they have news. This is safe, because it happens in synchronize(), which all ranks
-call equally often. If no rank has news, all are in synchronize(), and may compare their gradients
-(`compare`).
-
-If some rank has news, each rank tells the others how it stands before averages are made (`signal`):
-whether its script changed gradients while they were being averaged, and whether the rank still
-holds to what ranks agreed on. It does not if it gave up a step or loaded a state. If gradients were
-changed, all ranks refuse together; if some rank does not hold to the agreement, all agree anew. In
-every step, a rank calls `tell` or `ask`, and then `signal`. If a step is given up before its
-signal, what was told stands.
+A rank has news if backward gave it gradients since the last exchange. Once in every synchronize(),
+which all ranks call equally often, each rank tells all others whether it has news
+(optimizer_gradients.py). If no rank has, ranks compare what their scripts have in p.grad
+(`came_by_hand`).
 
 Imports collectives, gradients and unused_averages.
 """
@@ -43,14 +35,9 @@ from scalecom_hvd.exchange.gradients import (
     four_elements,
     wide_dtype,
 )
-from scalecom_hvd.exchange.unused_averages import UnusedAverages, end_step_by_error
+from scalecom_hvd.exchange.unused_averages import end_step_by_error
 
 log = logging.getLogger("scalecom_hvd")
-
-# Not the name by which ranks gather objects, because another optimizer may be doing so.
-_NAME = "agreement.news"
-# Larger than the number of ranks.
-_ANEW = 10**7
 
 SparseAverage = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 """Begins a sparse gradient's average, and returns a function that waits for the average."""
@@ -131,31 +118,23 @@ CHANGED = (
 
 
 class NewGradients:
-    """What ranks say to each other about one optimizer's gradients before they exchange them.
+    """What ranks find out about one optimizer's gradients, besides their averages.
 
     Args:
         collectives: the other ranks.
         names: gives the full names of the optimizer's collectives.
         parameters: {name: parameter} of all that are trained.
-
-    Attributes:
-        channel: the other ranks, for what is said in hooks. It is set when ranks have agreed. None:
-            they have not agreed yet.
-        unused: warns of averages that no step uses.
     """
 
     def __init__(
         self, collectives: Collectives, names: Names, parameters: Mapping[str, torch.Tensor]
     ) -> None:
         self._collectives, self._names, self._parameters = collectives, names, parameters
-        self.channel: Collectives | None = None
-        self._work: Work | None = None
-        self._told = self._signalled = self._warned = False
+        self._warned = False
         self._left: dict[str, TensorWeakRef] = {}
         self._marks: dict[str, Mark] = {}
         # Replaced gradients. They are kept, because a device's stream may still read them.
         self._replaced: list[torch.Tensor] = []
-        self.unused = UnusedAverages()
 
     def mark(self, name: str) -> None:
         """Remember this parameter's gradient, which is about to be averaged; see Mark."""
@@ -177,55 +156,6 @@ class NewGradients:
             if not torch.equal(then, now):
                 found += [name for name, (then, now) in own.items() if not torch.equal(then, now)]
         return found
-
-    def tell(self) -> None:
-        """Say that this rank has news, once per step. Hooks call this, so it waits for nothing."""
-        if not self._told:
-            self._told, self._work = True, self._share(1, _NAME)
-
-    def ask(self, fresh: bool) -> bool:
-        """Whether any rank has news.
-
-        If this rank has none, this waits for all ranks, so hooks do not call it.
-
-        Args:
-            fresh: whether this rank has news.
-        """
-        if fresh:
-            self.tell()
-        if self._told:  # perhaps in a step that this rank has given up since
-            return True
-        self._told = True
-        return bool(self._share(0, _NAME).wait())
-
-    def signal(self, changed: bool, agreed: bool) -> tuple[bool, bool]:
-        """Tell all ranks how this one stands, before their gradients are averaged.
-
-        Waits for all ranks. Each rank calls this once after `tell` or `ask`. A rank that gave up
-        its step calls it too: that is how the others learn of it.
-
-        Args:
-            changed: whether gradients were changed while they were being averaged.
-            agreed: whether this rank still holds to what ranks agreed on.
-
-        Returns:
-            Whether some rank's gradients were changed, and whether all ranks still hold to what
-            they agreed on.
-        """
-        work = self._share(float(changed) + (0 if agreed else _ANEW), "agreement.signal")
-        self._signalled = True
-        total = round(float(work.wait()) / self._collectives.share)  # the sum over ranks
-        return total % _ANEW > 0, total < _ANEW
-
-    def _share(self, number: float, name: str) -> Work:
-        mine = torch.tensor([number], dtype=torch.float64, device="cpu")
-        return self.channel.all_reduce(mine, self._names(name))
-
-    def _end_of_news(self) -> None:
-        work, self._work = self._work, None
-        self._told = self._signalled = False
-        if work is not None:
-            work.wait()
 
     def ask_at_first(
         self, fresh: bool, changed: bool, sparse: Mapping[str, Callable[[], torch.Tensor]]
@@ -340,21 +270,12 @@ class NewGradients:
             standing[name] = [digest([numbers]), by_hand]
         return standing
 
-    def begin(self, agreed: bool) -> None:
-        """The first gradient of a step came. If ranks have agreed, tell all of them."""
+    def begin(self) -> None:
+        """The first gradient of a step came."""
         self._replaced.clear()
-        self.unused.begin()
-        if agreed:
-            self.tell()
 
-    def end(self, has_sent: bool = False) -> None:
-        """Begin anew: the exchange is over, or none was needed, and p.grad holds the result.
-
-        Args:
-            has_sent: whether values left residues.
-        """
-        self.unused.end(has_sent)
-        self._end_of_news()
+    def end(self) -> None:
+        """Begin anew: the exchange is over, or none was needed, and p.grad holds the result."""
         self._marks.clear()
         self._left = {
             name: TensorWeakRef(p.grad)
@@ -363,20 +284,9 @@ class NewGradients:
         }
 
     def give_up(self) -> None:
-        """Give up the step. What this rank told stands until its next signal."""
+        """Forget the gradients of a step that was given up."""
         end_step_by_error()
         self._marks.clear()
-        # A rank signals only after it has told. So what ranks told has arrived, or the transport
-        # failed.
-        if self._signalled:
-            self._told, self._signalled, self._work = False, False, None
-
-    def meet(self, channel: Collectives | None) -> None:
-        """Use a channel on which ranks, which have agreed, have said nothing yet.
-
-        None: they have to agree anew, for example because they were started anew.
-        """
-        self.channel, self._told, self._signalled, self._work = channel, False, False, None
 
 
 def judge(everyone: Sequence[Standing]) -> Found:

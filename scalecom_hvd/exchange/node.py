@@ -16,7 +16,6 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import nn
 
 from scalecom_hvd.exchange.collectives import CollectiveError, Collectives, Work
 from scalecom_hvd.exchange.gradients import wide_dtype
@@ -43,8 +42,6 @@ class Node:
         size: how many ranks the node has, and so how many shards every tensor has.
         position: this rank's position in the node: which shard it holds.
         bytes_sent: the bytes that this rank has sent inside the node since this was set to 0.
-        shards: the shards of a model that each rank has whole. None: the model's tensors are
-            sharded already.
     """
 
     def __init__(
@@ -57,7 +54,6 @@ class Node:
         self.size, self.position = ranks.size, ranks.position
         self.bytes_sent = 0
         self.whole: Mapping[str, tuple[int, ...]] | None = None
-        self.shards: Shards | None = None
         self._has_told = False
 
     @contextlib.contextmanager
@@ -123,12 +119,14 @@ class Node:
         self.bytes_sent += 2 * (self.size - 1) * buffer.nbytes // self.size
         return self._ranks.all_reduce(buffer, f"{self._name}.{what}")
 
-    def note_submitted(self) -> Work:
+    def note_submitted(self) -> Work | None:
         """Tell all ranks of all nodes that this rank has submitted all of a step.
 
         The work ends when all ranks have told. A rank that leaves shuts Horovod down on all ranks.
-        Without this, that could happen while a node waits for a slower rank.
+        Without this, that could happen while a node waits for a slower rank. None: `everyone` is.
         """
+        if self.everyone is None:
+            return None
         return self.everyone.gather(torch.zeros(1, device="cpu"), f"{self._name}.submitted")
 
     def state_dict(self) -> Saved:
@@ -142,26 +140,23 @@ class Shards:
     A shard is a contiguous run of the flattened tensor. Shards of a small tensor may be empty.
 
     Args:
-        parameters: {name: parameter}.
+        whole: {name: tensor} of the model's tensors. Their numbers are not read.
         node: the node that has the other shards.
 
     Attributes:
-        parameters: see above.
-        stand_ins: {name: parameter} that stand in for the shards. They have the shards' sizes, but
-            no numbers.
+        like: {name: tensor} with the shards' sizes, dtypes and devices, but without numbers.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], node: Node) -> None:
-        self.parameters = dict(parameters)
-        node.whole = {name: tuple(p.shape) for name, p in parameters.items()}
+    def __init__(self, whole: Mapping[str, torch.Tensor], node: Node) -> None:
+        node.whole = {name: tuple(tensor.shape) for name, tensor in whole.items()}
         self._parts: dict[str, slice] = {}
-        self.stand_ins: dict[str, nn.Parameter] = {}
-        for name, parameter in parameters.items():
-            size = -(-parameter.numel() // node.size)
-            begin = min(node.position * size, parameter.numel())
-            self._parts[name] = slice(begin, min(begin + size, parameter.numel()))
+        self.like: dict[str, torch.Tensor] = {}
+        for name, tensor in whole.items():
+            size = -(-tensor.numel() // node.size)
+            begin = min(node.position * size, tensor.numel())
+            self._parts[name] = slice(begin, min(begin + size, tensor.numel()))
             length = self._parts[name].stop - begin
-            self.stand_ins[name] = nn.Parameter(parameter.new_zeros(1).expand(length))
+            self.like[name] = tensor.detach().new_zeros(1).expand(length)
 
     def cut(self, name: str, flat: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a flattened tensor: a view."""
@@ -175,17 +170,20 @@ class WholeBuffer:
         buffer: (N,). Its numbers become averages.
         node: the node over which they are averaged.
         name: a name that no other buffer under way has.
+
+    Attributes:
+        buffer: the same.
     """
 
     def __init__(self, buffer: torch.Tensor, node: Node, name: str) -> None:
-        self._buffer, self._node, self._name = buffer, node, name
+        self.buffer, self._node, self._name = buffer, node, name
         # In narrow dtypes, sums would overflow, or lose small values.
         wide = buffer.to(wide_dtype(buffer)).div_(node.size) if self._is_narrow() else None
         self._wide = buffer.div_(node.size) if wide is None else wide
         self._work: Work | None = node.add_up(self._wide, name)
 
     def _is_narrow(self) -> bool:
-        return self._buffer.dtype != wide_dtype(self._buffer)
+        return self.buffer.dtype != wide_dtype(self.buffer)
 
     def is_averaged(self) -> bool:
         """Whether `wait` would return at once."""
@@ -197,10 +195,10 @@ class WholeBuffer:
         if work is not None:
             work.wait()
             if self._is_narrow():
-                self._buffer.copy_(self._wide)
+                self.buffer.copy_(self._wide)
 
     def complete(self) -> None:
         """Begin to add other ranks' shards to the buffer, which holds this rank's, and zeros."""
         if self._is_narrow():
-            self._wide.copy_(self._buffer)
+            self._wide.copy_(self.buffer)
         self._work = self._node.add_up(self._wide, self._name)

@@ -27,9 +27,11 @@ from scalecom_hvd.exchange.bucket_plan import Groups
 from scalecom_hvd.exchange.collectives import SUMMED, CollectiveError
 from scalecom_hvd.exchange.devices import Point, recorded
 from scalecom_hvd.exchange.exchange import Exchange
-from scalecom_hvd.exchange.gradients import as_bytes
+from scalecom_hvd.exchange.gradients import as_bytes, flat_gradient, unflat_gradient
 from scalecom_hvd.exchange.local_steps import LocalSteps
 from scalecom_hvd.exchange.methods import Method, ScaleCom
+from scalecom_hvd.exchange.new_gradients import fill_in
+from scalecom_hvd.exchange.optimizer_gradients import StartsAlike
 from scalecom_hvd.exchange.outer_step import Outer
 from scalecom_hvd.schedule import Schedule
 
@@ -353,7 +355,7 @@ class Simulation:
             {name: torch.nn.Parameter} in the model's order.
         sums: whether gradients are summed instead of averaged.
         predivide: Horovod's gradient_predivide_factor.
-        groups, sparse_as_dense: see Exchange.
+        groups: see Exchange.
         compression: the method's class.
         local_steps, outer, overlap, fragments, clip_changes: as in DistributedOptimizer. With local
             steps, call `take_steps` instead of `step`, and give every rank parameters of its own.
@@ -382,7 +384,6 @@ class Simulation:
         sums: bool = False,
         predivide: float = 1.0,
         groups: Groups | None = None,
-        sparse_as_dense: bool = False,
         compression: Callable[..., Method] = ScaleCom,
         local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
         outer: Outer | None = None,
@@ -407,7 +408,7 @@ class Simulation:
         for parameters, method, collectives in ranks:
             if local_steps is None:
                 exchange = Exchange(
-                    parameters, method, collectives, groups=groups, sparse_as_dense=sparse_as_dense
+                    parameters, method, collectives, groups=groups, face=StartsAlike(parameters)
                 )
             else:
                 local: LocalSteps | AsynchronousSteps
@@ -507,8 +508,9 @@ class Simulation:
         # Horovod's synchronize() reports what did not arrive, before it asks for the first result.
         missing = [name for name in parameters if name not in arrived]
         for name in (*arrived, *missing):
-            exchange.ready(parameters[name])
-        averages = {name: exchange.result(p) for name, p in parameters.items()}
-        for name, average in averages.items():
-            parameters[name].grad = average
-        return averages
+            parameter = parameters[name]
+            fill_in(parameter, is_sparse=False)
+            exchange.ready(name, flat_gradient(parameter), parameter.requires_grad)
+        for name, flat in exchange.finish().items():
+            parameters[name].grad = unflat_gradient(parameters[name], flat)
+        return {name: parameter.grad for name, parameter in parameters.items()}

@@ -15,7 +15,7 @@ Imports bucket_step, collectives and saved_state.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -43,10 +43,10 @@ class TensorUse:
         self.changed: set[str] = set()
         self.given: set[str] = set()
 
-    def look(self, step: BucketStep) -> None:
+    def look(self, step: BucketStep, flats: Mapping[str, torch.Tensor]) -> None:
         """Look at a step's gradients, which are all here, before it begins."""
         if self._zeros_are_unused:
-            step.look_for_use()
+            step.look_for_use(flats)
 
     def ask(
         self,

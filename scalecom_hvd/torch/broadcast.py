@@ -1,6 +1,6 @@
 """horovod.torch.broadcast_parameters, which also works for models with local steps.
 
-Imports only optimizers of exchange/.
+Imports only faces of exchange/.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from horovod.torch import functions
 
-from scalecom_hvd.exchange.optimizers import common_parameters
+from scalecom_hvd.exchange.faces import common_parameters
 
 
 def broadcast_parameters(params: dict[str, Any] | list[Any], root_rank: int) -> None:

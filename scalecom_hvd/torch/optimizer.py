@@ -7,8 +7,8 @@ replaced. Hooks, accumulation, clipping, closures and state remain Horovod's. sy
 load_state_dict do too, but they look at the exchange first. With local steps there are no hooks,
 and `step` is replaced as well.
 
-Imports horovod_collectives, horovod_nodes, and exchange, local_steps, methods, node_exchange and
-optimizers of exchange/.
+Imports horovod_collectives, horovod_nodes, and faces, local_steps, methods and optimizer_gradients
+of exchange/.
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ from horovod.torch.compression import Compression, Compressor
 
 from scalecom_hvd.agreement import check_arguments, check_operation, warn_of_half_sums
 from scalecom_hvd.exchange.collectives import Collectives
-from scalecom_hvd.exchange.exchange import Exchange
-from scalecom_hvd.exchange.local_steps import LocalSteps
-from scalecom_hvd.exchange.methods import Method
-from scalecom_hvd.exchange.node_exchange import NodeExchange
-from scalecom_hvd.exchange.optimizers import (
+from scalecom_hvd.exchange.faces import (
     check_left_out,
     check_local,
     check_parameters,
@@ -42,6 +38,9 @@ from scalecom_hvd.exchange.optimizers import (
     names_of_groups,
     trained_parameters,
 )
+from scalecom_hvd.exchange.local_steps import LocalSteps
+from scalecom_hvd.exchange.methods import Method
+from scalecom_hvd.exchange.optimizer_gradients import OptimizerGradients
 from scalecom_hvd.exchange.outer_step import Outer
 from scalecom_hvd.exchange.recipes import everything_whole
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives, where_it_ends
@@ -174,29 +173,27 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if named_parameters is not None:
         named_parameters = list(named_parameters)
     parameters = trained_parameters(optimizer, named_parameters)
-    averager: NodeExchange | Exchange | LocalSteps
+    node = None
     if nodes is not False:
-        peers, node = peers_and_node(nodes)
-        names = names_of_groups(groups, parameters)
-        averager = NodeExchange(parameters, method, peers, node, names, sparse_as_dense)
-    else:
-        averager = make_averager(
-            parameters,
-            method,
-            collectives,
-            names_of_groups(groups, parameters),
-            lambda: this(),
-            sparse_as_dense=sparse_as_dense,
-            send_sparse=lambda p: _send_sparse(this(), p),
-            local_steps=local_steps,
-            outer=outer,
-            overlap=overlap,
-            fragments=fragments,
-            clip_changes=clip_changes,
-        )
+        collectives, node = peers_and_node(nodes)
+    averager = make_averager(
+        parameters,
+        method,
+        collectives,
+        node,
+        names_of_groups(groups, parameters),
+        lambda: this(),
+        sparse_as_dense=sparse_as_dense,
+        send_sparse=lambda p: _send_sparse(this(), p),
+        local_steps=local_steps,
+        outer=outer,
+        overlap=overlap,
+        fragments=fragments,
+        clip_changes=clip_changes,
+    )
     if isinstance(averager, LocalSteps):
         own = local_members(averager, type(optimizer), parameters.values())
-        members = _members(averager.exchange) | own
+        members = _members(None) | own
     else:
         members = _members(averager)
     # Refuse everything that may be refused before Horovod puts hooks on the parameters: nothing
@@ -223,7 +220,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     this: Callable[[], Any] = weakref.ref(wrapped)
     # With only one rank, Horovod registers no hooks (optimizer.py:110). But the script's own
     # transport may have more ranks.
-    if is_own_transport and isinstance(averager, Exchange) and not wrapped._requires_update:
+    if (
+        is_own_transport
+        and isinstance(averager, OptimizerGradients)
+        and not wrapped._requires_update
+    ):
         wrapped._register_hooks()
     return wrapped
 
@@ -259,8 +260,8 @@ def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Callable[[], torc
 
     Horovod calls handles that are callable (optimizer.py:284).
     """
-    self._exchange.ready(p)
-    return functools.partial(self._exchange.result, p), None
+    self._gradients.ready(p)
+    return functools.partial(self._gradients.result, p), None
 
 
 def _send_sparse(self: Any, p: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -277,10 +278,10 @@ def _grouped_allreduce_grad_async(self: Any, ps: Sequence[torch.Tensor]) -> None
 def _synchronize(self: Any) -> None:
     """Do what Horovod's method does, unless no rank has gradients that are not exchanged yet."""
     if self._requires_update:
-        check_parameters(self.param_groups, self._exchange.trained, "average")
+        check_parameters(self.param_groups, self._gradients.trained, "average")
     try:
         # No hooks means: there is only one rank, or this rank is not in the process set.
-        if not self._requires_update or self._exchange.must_exchange(fresh=bool(self._handles)):
+        if not self._requires_update or self._gradients.must_exchange(fresh=bool(self._handles)):
             horovod_optimizer._DistributedOptimizer.__dict__["synchronize"](self)
     except BaseException:  # the exchange has given the step up; Horovod would refuse the next one
         self._handles.clear()
@@ -300,15 +301,15 @@ _step.hooked = True  # type: ignore[attr-defined]
 
 def _load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
     """Drop what is under way, as Horovod does (elastic restores load states), and load."""
-    self._exchange.start_over()
+    self._gradients.start_over()
     horovod_optimizer._DistributedOptimizer.__dict__["load_state_dict"](self, *args, **kwargs)
 
 
-def _members(exchange: NodeExchange | Exchange) -> dict[str, Any]:
+def _members(gradients: OptimizerGradients | None) -> dict[str, Any]:
     """The members of Horovod's class, with the reduce methods replaced."""
     # __module__ stays Horovod's: broadcast_optimizer_state looks at it (functions.py:105).
     return dict(horovod_optimizer._DistributedOptimizer.__dict__) | {
-        "_exchange": exchange,
+        "_gradients": gradients,
         "_allreduce_grad_async": _allreduce_grad_async,
         "_grouped_allreduce_grad_async": _grouped_allreduce_grad_async,
         "synchronize": _synchronize,

@@ -12,11 +12,11 @@ values in float16, which loses small values for good, so wire_dtype="float16" is
 integers travel in float32 (float_words.py).
 
 If no rank has a new gradient, Horovod's synchronize() compresses every gradient again
-(new_gradients.py). Then the gradients are sent and averaged as without compression, and residues,
+(news.py). Then the gradients are sent and averaged as without compression, and residues,
 leader and step stay as they are. Before ranks have agreed for the first time, they cannot know this
 when a step begins. Then they roll the step back at its end.
 
-Imports float_words, horovod_collectives and exchange.
+Imports float_words, horovod_collectives, news and exchange.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange import methods
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Collectives, Work, finished, gather_objects
-from scalecom_hvd.exchange.gradients import wide_dtype
+from scalecom_hvd.exchange.faces import without_ties
+from scalecom_hvd.exchange.gradients import any_of, wide_dtype
 from scalecom_hvd.exchange.new_gradients import (
     CHANGED,
     Found,
     Mark,
-    NewGradients,
     freshness,
     judge,
 )
-from scalecom_hvd.exchange.optimizers import without_ties
 from scalecom_hvd.exchange.residue import CompressedTensor
 from scalecom_hvd.exchange.run import Averager
 from scalecom_hvd.schedule import leader
 from scalecom_hvd.torch import float_words
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
+from scalecom_hvd.torch.news import News
 
 _NEEDS_PARAMETERS = (
     "in horovod.torch's own DistributedOptimizer, ScaleCom must know the parameters. Write "
@@ -223,7 +223,7 @@ class PerTensor(Averager):
         # optimizer loads a state.
         self._pending: dict[str, weakref.ref[Sent]] = {}
         self._agreed = False
-        self._news = NewGradients(collectives, self._names, self._parameters)
+        self._news = News(collectives, self._names, self._parameters)
         self._fresh = fresh
         # Whether no rank has a gradient that was not averaged yet. Until ranks have agreed, also
         # how this rank's gradients stand, and what it gave out.
@@ -337,7 +337,8 @@ class PerTensor(Averager):
         # gradient's own memory until the step's end.
         flat = grad.detach().contiguous().view(-1)
         if bucket is not None:
-            bucket.begin(self._scale, self._whole, {name: flat})
+            is_idle = not (self._parameters[name].requires_grad or any_of(flat))
+            bucket.begin(self._scale, {name: flat}, self._whole, [name] * is_idle)
             self._marks[name] = Mark(self._parameters[name])
         if bucket is None or self._whole:
             # Copy the gradient if it is needed at the step's end: Horovod reduces in place.

@@ -127,13 +127,11 @@ def test_hooks_wait_for_no_device(settings):
     simulation, random = simulation_on("delayed", **settings), torch.Generator()
 
     def step(rank, grads):
-        exchange, parameters = simulation.exchanges[rank], simulation.parameters[rank]
+        exchange = simulation.exchanges[rank]
         with delayed.forbid_host_waits():
-            for name, parameter in parameters.items():
-                parameter.grad = grads[name]
-                exchange.ready(parameter)
-        for parameter in parameters.values():
-            parameter.grad = exchange.result(parameter)
+            for name in simulation.parameters[rank]:
+                exchange.ready(name, grads[name].view(-1))
+        exchange.finish()
 
     for number in range(4):
         grads = gradients(random, "delayed", number)
@@ -160,22 +158,20 @@ def test_backwards_stream_does_not_wait_for_the_exchanges():
     order, opened = [], []
 
     def step(rank):
-        exchange, parameters = simulation.exchanges[rank], simulation.parameters[rank]
+        exchange = simulation.exchanges[rank]
         (own,) = exchange.streams._streams
         residue = simulation.compressors[rank].residues.tensors["weight"].residue
         before = residue.cpu().clone()
         if not gate.is_set():
             delayed.enqueue(lambda: opened.append(gate.wait(5)), own)
-        for name, parameter in parameters.items():
-            parameter.grad = grads[rank][name]
-            exchange.ready(parameter)
+        for name in simulation.parameters[rank]:
+            exchange.ready(name, grads[rank][name].view(-1))
         torch.accelerator.current_stream().synchronize()
         if not gate.is_set():
             assert torch.equal(delayed.cpu_alias(residue), before)
         order.append("backward")
         gate.set()
-        for parameter in parameters.values():
-            exchange.result(parameter)
+        exchange.finish()
         order.append("averages")
 
     simulation.network.run([lambda r=r: step(r) for r in range(RANKS)])
@@ -190,9 +186,8 @@ def test_what_an_error_rolled_back_may_be_looked_at_at_once():
     simulation.step(gradients(random, "delayed", 0))
     method, exchange = simulation.compressors[0], simulation.exchanges[0]
     before = [t.residue.cpu().clone() for t in method.residues.tensors.values()]
-    for name, parameter in simulation.parameters[0].items():
-        parameter.grad = torch.randn(SHAPES[name]).to("delayed")
-        exchange.ready(parameter)
+    for name in simulation.parameters[0]:
+        exchange.ready(name, torch.randn(SHAPES[name]).to("delayed").view(-1))
     exchange.abort()
     for own, expected in zip(method.residues.tensors.values(), before, strict=True):
         torch.testing.assert_close(own.residue.cpu(), expected, rtol=1e-6, atol=1e-6)

@@ -163,7 +163,7 @@ def test_backwards_stream_does_not_wait_for_the_exchange():
     for step in range(3):
         gate = threading.Event()
         if step:
-            (own,) = optimizer._exchange.streams._streams
+            (own,) = optimizer._gradients.exchange.streams._streams
             delayed.enqueue(lambda gate=gate: opened.append(gate.wait(5)), own)
         loss_of(called, step, DEVICE).backward()
         torch.accelerator.current_stream().synchronize()
@@ -198,7 +198,7 @@ def test_buckets_travel_while_backward_runs(kind, monkeypatch):
     def watched_finish(exchange):
         begun = [step.has_begun and not step.has_more for step in exchange._steps.all]
         seen.append(len(begun) > 2 and all(begun) and delayed.host_waits() == waits)
-        finish(exchange)
+        return finish(exchange)
 
     def watched_complete(steps, chosen):
         before = delayed.host_waits()
@@ -223,7 +223,7 @@ def test_all_buckets_travel_in_one_order():
     _, optimizer, _ = with_optimizer(model)
     loss_of(model, 0, DEVICE).backward()
     optimizer.step()
-    exchange = optimizer._exchange
+    exchange = optimizer._gradients.exchange
     assert len(exchange.buckets) > 2
     if exchange.collectives.is_ordered:
         buckets, news = exchange._channels

@@ -530,7 +530,7 @@ def test_only_buckets_whose_use_changes_wait_for_the_answer(monkeypatch):
     def watched(exchange):
         steps = exchange._steps.all
         begun.append({name: s.has_begun for s in steps for name in s.bucket.names})
-        finish(exchange)
+        return finish(exchange)
 
     monkeypatch.setattr(Exchange, "_finish", watched)
     model, _ = hooked(settings={"bucket_bytes": 1500}, find_unused_parameters=True)

@@ -170,7 +170,7 @@ def test_nothing_is_lost(compression):
             left[name] += came[name] - p.grad
         stepped.step()
     assert (state.stats()["step"], state.stats()["skipped_steps"]) == (9, 1)
-    shards = state._node.shards
+    shards = state._in_node.shards
     for name, total in left.items():
         dist.all_reduce(total)
         total /= dist.get_world_size()

@@ -232,7 +232,7 @@ def test_nothing_is_lost(compression):
         with wrapped.skip_synchronize():
             wrapped.step()
     assert same_on_all_ranks(model.parameters())
-    shards = wrapped._exchange._shards
+    shards = wrapped._gradients._stage.shards
     _, place = divmod(hvd.rank(), hvd.size() // NODES)
     for name, total in left.items():
         total = hvd.allreduce(total, op=hvd.Average, name="left")

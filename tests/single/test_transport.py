@@ -157,9 +157,9 @@ class Rank:
         self.came[-1][name] = parameter.grad.numpy().copy()
         time.sleep(self.whims.choice((0, 0, 1e-4, 1e-3)))
         if len(self.came) > 1 and self.whims.random() < 0.3:
-            self.late.append(parameter)
+            self.late.append(name)
         else:
-            self.exchange.ready(parameter)
+            self.exchange.ready(name, parameter.grad.view(-1))
 
     def step(self, spoilt=False):
         self.came.append({})
@@ -169,9 +169,11 @@ class Rank:
         (loss * (float("nan") if spoilt else 1)).backward()
         self.whims.shuffle(self.late)
         while self.late:
-            self.exchange.ready(self.late.pop())
-        for parameter in self.parameters.values():
-            parameter.grad = self.exchange.result(parameter)
+            name = self.late.pop()
+            self.exchange.ready(name, self.parameters[name].grad.view(-1))
+        averages = self.exchange.finish()
+        for name, parameter in self.parameters.items():
+            parameter.grad = averages[name].view(parameter.shape)
         self.losses.append(loss.item())
         self.averages.append({n: p.grad.numpy().copy() for n, p in self.parameters.items()})
         self.residues.append(self.residues_now())
@@ -287,14 +289,12 @@ def test_many_buckets_share_few_channels(fields, monkeypatch):
         exchange = Exchange(parameters, method, ThreadCollectives(hub, rank))
         whims, generator = random.Random(rank), torch.Generator().manual_seed(rank)
         for _ in range(20):
-            for parameter in parameters.values():
-                parameter.grad = torch.randn(300, generator=generator)
-            for parameter in parameters.values():
+            grads = {name: torch.randn(300, generator=generator) for name in parameters}
+            for name, grad in grads.items():
                 time.sleep(whims.choice((0, 0, 1e-3)))
-                exchange.ready(parameter)
+                exchange.ready(name, grad)
             time.sleep(whims.choice((0, 1e-3)))
-            for parameter in parameters.values():
-                parameter.grad = exchange.result(parameter)
+            exchange.finish()
         return method
 
     with ThreadPoolExecutor(n) as threads:

@@ -1,7 +1,7 @@
 """What the optimizers of all faces have in common: local steps, and names of parameters and groups.
 
 An optimizer that takes local steps is the user's own, with some methods replaced by those below.
-Imports local_steps, exchange, methods, undo and unused_averages.
+Imports local_steps, optimizer_gradients, methods, undo and unused_averages.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 from scalecom_hvd.bucket_layout import group_names
 from scalecom_hvd.exchange.bucket_plan import Groups
 from scalecom_hvd.exchange.collectives import Collectives
-from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.gradients import NotFinite, check_finite_gradients
 from scalecom_hvd.exchange.local_steps import LocalSteps
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.new_gradients import SparseAverage
+from scalecom_hvd.exchange.node import Node
+from scalecom_hvd.exchange.optimizer_gradients import OptimizerGradients
 from scalecom_hvd.exchange.outer_step import Outer
 from scalecom_hvd.exchange.rounds_alive import any_held, rounds_of
 from scalecom_hvd.exchange.undo import Remembered
@@ -31,6 +32,7 @@ def make_averager(
     parameters: Mapping[str, torch.Tensor],
     method: Method,
     collectives: Collectives,
+    node: Node | None,
     groups: Groups | None,
     optimizer: Callable[[], Any],
     *,
@@ -41,30 +43,21 @@ def make_averager(
     overlap: int,
     fragments: int,
     clip_changes: float | None,
-) -> Exchange | LocalSteps:
+) -> OptimizerGradients | LocalSteps:
     """Make what averages for an optimizer, as the arguments of DistributedOptimizer say.
 
     Args:
         parameters: {name: parameter} of all that are trained, in the model's order.
         method: how tensors are averaged. From now on the method serves these parameters.
-        collectives: how this rank reaches the others.
-        groups: lists of names that share a bucket.
+        collectives, node, groups: see OptimizerGradients.
         optimizer: a function that returns the optimizer, once it is made.
-        sparse_as_dense, send_sparse: see Exchange.
+        sparse_as_dense, send_sparse: see OptimizerGradients.
         local_steps, outer, overlap, fragments, clip_changes: see the faces' DistributedOptimizer.
     """
     if local_steps is None:
-        exchange = Exchange(
-            parameters,
-            method,
-            collectives,
-            groups=groups,
-            sparse_as_dense=sparse_as_dense,
-            send_sparse=send_sparse,
-            asks_for_news=True,
+        return OptimizerGradients(
+            parameters, method, collectives, groups, sparse_as_dense, send_sparse, node
         )
-        method.mix_momentum(parameters, collectives)
-        return exchange
     return LocalSteps(
         parameters,
         method,

@@ -1,0 +1,114 @@
+"""What ranks tell each other where Horovod's own optimizer asks for tensors one by one.
+
+Hooks compress gradients there, so ranks cannot ask before a step begins, as they do with this
+package's optimizers (exchange/optimizer_gradients.py). A rank that has news says so in its first
+hook, and waits for nobody (`tell`). A rank without news asks (`ask`), and waits until all ranks
+have said whether they have news. This is safe, because it happens in synchronize(), which all ranks
+call equally often. When the last average has come, each rank tells the others how it stands
+(`signal`): whether its script changed gradients on their way, and whether the rank still holds to
+what ranks agreed on. In every step, a rank calls `tell` or `ask`, and then `signal`. If a step is
+given up before its signal, what was told stands. Imports new_gradients and unused_averages of
+exchange/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from scalecom_hvd.agreement import Names
+from scalecom_hvd.exchange.collectives import Collectives, Work
+from scalecom_hvd.exchange.new_gradients import NewGradients
+from scalecom_hvd.exchange.unused_averages import UnusedAverages
+
+# Not the name by which ranks gather objects, because another optimizer may be doing so.
+_NAME = "agreement.news"
+# Larger than the number of ranks.
+_ANEW = 10**7
+
+
+class News(NewGradients):
+    """What ranks say about one optimizer's gradients. For the arguments, see NewGradients.
+
+    Attributes:
+        channel: the other ranks, for what is said in hooks. It is set when ranks have agreed. None:
+            they have not agreed yet.
+        unused: warns of averages that no step uses.
+    """
+
+    def __init__(
+        self, collectives: Collectives, names: Names, parameters: Mapping[str, torch.Tensor]
+    ) -> None:
+        super().__init__(collectives, names, parameters)
+        self.unused = UnusedAverages()
+        self.channel: Collectives | None = None
+        self._work: Work | None = None
+        self._told = self._signalled = False
+
+    def tell(self) -> None:
+        """Say that this rank has news, once per step. Hooks call this, so it waits for nothing."""
+        if not self._told:
+            self._told, self._work = True, self._share(1, _NAME)
+
+    def ask(self, fresh: bool) -> bool:
+        """Whether any rank has news.
+
+        If this rank has none, this waits for all ranks, so hooks do not call it.
+
+        Args:
+            fresh: whether this rank has news.
+        """
+        if fresh:
+            self.tell()
+        if self._told:  # perhaps in a step that this rank has given up since
+            return True
+        self._told = True
+        return bool(self._share(0, _NAME).wait())
+
+    def signal(self, changed: bool, agreed: bool) -> tuple[bool, bool]:
+        """Tell all ranks how this one stands, before their gradients are averaged.
+
+        Waits for all ranks. Each rank calls this once after `tell` or `ask`. A rank that gave up
+        its step calls it too: that is how the others learn of it.
+
+        Args:
+            changed: whether gradients were changed while they were being averaged.
+            agreed: whether this rank still holds to what ranks agreed on.
+
+        Returns:
+            Whether some rank's gradients were changed, and whether all ranks still hold to what
+            they agreed on.
+        """
+        work = self._share(float(changed) + (0 if agreed else _ANEW), "agreement.signal")
+        self._signalled = True
+        total = round(float(work.wait()) / self._collectives.share)  # the sum over ranks
+        return total % _ANEW > 0, total < _ANEW
+
+    def _share(self, number: float, name: str) -> Work:
+        mine = torch.tensor([number], dtype=torch.float64, device="cpu")
+        return self.channel.all_reduce(mine, self._names(name))
+
+    def end(self, has_sent: bool = False) -> None:
+        """See NewGradients. has_sent: whether values left residues."""
+        super().end()
+        self.unused.end(has_sent)
+        work, self._work = self._work, None
+        self._told = self._signalled = False
+        if work is not None:
+            work.wait()
+
+    def give_up(self) -> None:
+        """Give up the step. What this rank told stands until its next signal."""
+        super().give_up()
+        # A rank signals only after it has told. So what ranks told has arrived, or the transport
+        # failed.
+        if self._signalled:
+            self._told, self._signalled, self._work = False, False, None
+
+    def meet(self, channel: Collectives | None) -> None:
+        """Use a channel on which ranks, which have agreed, have said nothing yet.
+
+        None: they have to agree anew, for example because they were started anew.
+        """
+        self.channel, self._told, self._signalled, self._work = channel, False, False, None
