@@ -3,7 +3,7 @@ PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python
 VENV := .venv
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(CURDIR)/$(VENV)/bin/python
 
-.PHONY: setup setup-gpu setup-torch dist docs demo demo-torch test test-long mutations soak lint accuracy study real-size bench bench-nodes race bench-keras bench-kernels bench-gpu test-gpu scaling clean
+.PHONY: setup setup-gpu setup-torch dist docs demo demo-torch test test-long soak lint accuracy study real-size bench bench-nodes race bench-keras bench-kernels bench-gpu test-gpu scaling clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,7 +16,6 @@ help:
 	@echo "make test-long     what takes longer: kills, hosts, elastic jobs, random programs, study (an hour)"
 	@echo "make test-gpu      the doctor's tests of GPUs, the kernel's, and those of torchrun's ranks on a GPU"
 	@echo "make lint          ruff and mypy alone"
-	@echo "make mutations     takes 150 lines of the package out, one at a time, and says which tests notice (hours)"
 	@echo "make soak          trains while workers are killed, stopped and added (MINUTES=3)"
 	@echo "make accuracy      the accuracy table of docs/results.md (minutes)"
 	@echo "make study         trains every method on five models; tables and pictures in study/ (four hours; QUICK=1: minutes)"
@@ -77,9 +76,6 @@ test-long: setup setup-torch docs
 test-gpu:
 	@$(PYTHON) scripts/checks/run_tests.py --gpu
 
-mutations: setup
-	@$(RUN) scripts/checks/mutations.py
-
 lint: setup
 	@$(RUN) scripts/checks/run_tests.py ruff mypy
 
@@ -117,4 +113,4 @@ bench-kernels: setup
 	@$(RUN) scripts/bench/bench_kernels.py
 
 clean:
-	rm -rf $(VENV) .venv-torch .venv-dist .venv-docs dist docs/_build build *.egg-info demo bench study mutations scalecom_hvd/native/_*.so
+	rm -rf $(VENV) .venv-torch .venv-dist .venv-docs dist docs/_build build *.egg-info demo bench study scalecom_hvd/native/_*.so

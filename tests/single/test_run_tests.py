@@ -1,18 +1,6 @@
-"""The code that mutations.py changes still exists in the package, and the result is valid code."""
-
-import ast
+"""What run_tests.py says of a part that failed."""
 
 import diary
-import mutations
-
-
-def test_each_mutation_is_of_the_code_as_it_is():
-    found = mutations.mutations()
-    assert len({mutation.name for mutation in found}) == len(found) >= 40
-    for mutation in found:
-        text = mutation.applied(mutations.ROOT)
-        if mutation.file.endswith(".py"):
-            ast.parse(text)
 
 
 def test_what_failed_or_hangs_is_read_from_the_diary(tmp_path):
