@@ -3,7 +3,7 @@ PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python
 VENV := .venv
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(CURDIR)/$(VENV)/bin/python
 
-.PHONY: setup setup-gpu setup-torch dist docs demo demo-torch test test-long soak lint accuracy study real-size bench bench-nodes race bench-keras bench-kernels bench-gpu test-gpu scaling clean
+.PHONY: setup setup-gpu setup-torch dist docs demo demo-torch test test-long soak lint accuracy study bench bench-nodes race bench-keras bench-kernels bench-gpu test-gpu scaling clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,7 +19,6 @@ help:
 	@echo "make soak          trains while workers are killed, stopped and added (MINUTES=3)"
 	@echo "make accuracy      the accuracy table of docs/results.md (minutes)"
 	@echo "make study         trains every method on five models; tables and pictures in study/ (four hours; QUICK=1: minutes)"
-	@echo "make real-size     a Transformer of 4.8 million parameters on 2 ranks, dense and with ScaleCom (STEPS=2000: an hour)"
 	@echo "make bench         step times over slow and fast networks, dense and compressed (root; minutes)"
 	@echo "make bench-nodes   several ranks on each host: every rank a worker, or every host (root; minutes)"
 	@echo "make race          how soon a language model is trained over slow networks, in all ways (root; hours)"
@@ -87,9 +86,6 @@ accuracy: setup
 
 study: setup
 	@$(RUN) scripts/study/study.py $(if $(QUICK),--quick --output study/quick)
-
-real-size: setup
-	@$(RUN) scripts/study/real_size.py --steps $(or $(STEPS),2000)
 
 bench: setup
 	@$(RUN) scripts/bench/bench.py

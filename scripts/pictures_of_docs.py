@@ -1,10 +1,10 @@
-"""Draws docs/pictures: four pictures of measured numbers, and three that explain ScaleCom.
+"""Draws docs/pictures: three pictures of measured numbers, and three that explain ScaleCom.
 
     python scripts/pictures_of_docs.py
 
-The numbers are in docs/bench.csv, study.csv, meetings.csv and real_size.csv. docs/bench.csv is the
-steps.csv that `make bench` wrote. docs/study.csv is the scores.csv of `make study`'s experiments
-defaults, trials and rivals, and docs/meetings.csv that of meetings.
+The numbers are in docs/bench.csv, study.csv and meetings.csv. docs/bench.csv is the steps.csv that
+`make bench` wrote. docs/study.csv is the scores.csv of `make study`'s experiments defaults, trials
+and rivals, and docs/meetings.csv that of meetings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,6 @@ from typing import Any
 import numpy as np
 import pictures
 from pictures import MARKS, PARTS, plt
-
-sys.path.append(str(Path(__file__).resolve().parent / "study"))  # where real_size.py is
-
-from real_size import Point, drawn
 
 from scalecom_hvd.lanes import Lanes
 
@@ -186,15 +181,6 @@ def meetings() -> Any:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4)
     return figure
-
-
-def real_size() -> Any:
-    """Loss of a Transformer over steps, bytes and modelled time."""
-    curves: dict[str, list[Point]] = {}
-    for row in rows_of(DOCS / "real_size.csv"):
-        method, step, *numbers = row.values()
-        curves.setdefault(method, []).append(Point(int(step), *map(float, numbers)))
-    return drawn(curves)
 
 
 def losses(axis: Any, scores: dict[str, dict[str, list[float]]], sign: int) -> None:
@@ -364,7 +350,7 @@ def span(axis: Any, row: int, begin: float, length: float, part: str, said: str)
     axis.text(begin + length / 2, row, said, ha="center", va="center", fontsize=7, **bare)
 
 
-DRAWN = (steps, accuracy, real_size, meetings, step, lanes, lookahead)
+DRAWN = (steps, accuracy, meetings, step, lanes, lookahead)
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ were held out.
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import sysconfig
 from pathlib import Path
@@ -238,8 +237,6 @@ class Transformer(nn.Module):
 MODELS = {
     "lstm": LSTM,
     "transformer": Transformer,
-    # 4.8 million parameters.
-    "transformer-large": functools.partial(Transformer, width=256, heads=8, inner=1024, layers=6),
 }
 
 

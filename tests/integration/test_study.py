@@ -5,7 +5,6 @@ tests/single/test_study_results.py checks the study's numbers against their defi
 
 import csv
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -98,35 +97,6 @@ def test_a_model_of_ones_own(run, tmp_path):
     assert "lines" in tables
     assert "with look-ahead" in tables
     assert (tmp_path / "study" / "defaults.png").exists()
-
-
-# Four runs take seconds each. Starting launchers and importing libraries takes most of the time.
-@pytest.mark.long
-@pytest.mark.timeout(1000)
-def test_a_task_of_real_size_goes_on_where_it_was_cut(run, tmp_path):
-    command = [sys.executable, STUDY.with_name("real_size.py"), "--steps", "4"]
-    command += ["--output", tmp_path]
-    table = run(command, limit=900)
-    rows = list(csv.DictReader((tmp_path / "curves.csv").open()))
-    methods = {row["method"] for row in rows}
-    assert methods == {"dense, SGD", "ScaleCom, SGD", "dense, AdamW", "ScaleCom, AdamW"}
-    assert all(f"| {method} |" in table for method in methods)
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
-    sent = {row["method"]: float(row["bytes"]) for row in rows if row["step"] == "4"}
-    assert sent["ScaleCom, SGD"] < sent["dense, SGD"]
-
-    kept, cut, *_ = sorted(tmp_path.glob("*.jsonl"))
-    before = kept.stat().st_mtime_ns
-    cut.unlink()
-    refused = run(command, limit=300, fails=True)
-    assert f"remove {cut.with_suffix('')} to train it anew" in refused
-    shutil.rmtree(cut.with_suffix(""))
-    assert bits_of(run(command, limit=300)) == bits_of(table)
-    assert kept.stat().st_mtime_ns == before
-
-
-def bits_of(table):
-    return [line.split(" | ")[:3] for line in table.splitlines() if line.startswith("| ")]
 
 
 def test_wrong_input_is_refused(run, tmp_path):
