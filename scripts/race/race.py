@@ -218,7 +218,7 @@ def write_csv(curves: Mapping[tuple[str, float], Curve], path: Path) -> None:
 
 
 def write_steps(times: Mapping[tuple[str, float], float], hosts: int, path: Path) -> None:
-    """A row for each step that was timed, as docs/race_steps.csv has them for 2 and 4 hosts."""
+    """A row for each step that was timed, as docs/race_steps.csv has them."""
     with path.open("w", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["method", "hosts", "mbit", "step_ms"])
