@@ -23,27 +23,15 @@ BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 DARK, GREY, LIGHT = "#595959", "#999999", "#D9D9D9"
 
-plt.rcParams.update(
-    {
-        "font.size": 9,
-        "axes.titlesize": 9,
-        "axes.labelsize": 9,
-        "legend.fontsize": 8,
-        "legend.frameon": False,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": "0.9",
-        "lines.linewidth": 1.5,
-        "lines.markersize": 5,
-        "hatch.linewidth": 0.7,
-        "savefig.dpi": 160,
-        "savefig.facecolor": "white",
-        "svg.fonttype": "path",
-        "svg.hashsalt": "scalecom_hvd",
-    }
-)
+plt.rc("font", size=9)
+plt.rc("axes", titlesize=9, labelsize=9, grid=True, axisbelow=True)
+plt.rc("axes.spines", top=False, right=False)
+plt.rc("legend", fontsize=8, frameon=False)
+plt.rc("grid", color="0.9")
+plt.rc("lines", linewidth=1.5, markersize=5)
+plt.rc("hatch", linewidth=0.7)
+plt.rc("savefig", dpi=160, facecolor="white")
+plt.rc("svg", fonttype="path", hashsalt="scalecom_hvd")
 
 
 class Mark(NamedTuple):
@@ -56,18 +44,12 @@ class Mark(NamedTuple):
 
     def curve(self, **more: Any) -> dict[str, Any]:
         """Keywords for plot() and errorbar()."""
-        style = {"color": self.colour, "marker": self.marker, "linestyle": self.line}
-        return style | more
+        return {"color": self.colour, "marker": self.marker, "linestyle": self.line} | more
 
     def bar(self, **more: Any) -> dict[str, Any]:
         """Keywords for bar() and barh()."""
-        style = {
-            "facecolor": self.colour,
-            "hatch": self.hatch,
-            "edgecolor": "white",
-            "linewidth": 0,
-        }
-        return style | more
+        plain = {"edgecolor": "white", "linewidth": 0}
+        return {"facecolor": self.colour, "hatch": self.hatch} | plain | more
 
 
 MARKS = {
@@ -89,20 +71,17 @@ SPARE = (
     *reversed(MARKS.values()),
 )
 # Other names of the same methods in the project's parts.
-SAME = {
-    "sent whole": "dense",
-    "ScaleCom cyclic": "ScaleCom",
-    "ScaleCom staggered": "ScaleCom",
-    "ScaleCom, look-ahead": "ScaleCom look-ahead",
-    "LocalTopK": "local top-k",
-    "local top-k, rate 100": "local top-k",
-    "GTopK": "gTop-k",
-    "RandomK": "random-k",
-    "GlobalTopK": "global top-k",
-    "the defaults": "ScaleCom",
-    "with look-ahead": "ScaleCom look-ahead",
-    "PowerSGD, rank 2": "PowerSGD",
+OTHERS = {
+    "dense": ["sent whole"],
+    "ScaleCom": ["ScaleCom cyclic", "ScaleCom staggered", "the defaults"],
+    "ScaleCom look-ahead": ["ScaleCom, look-ahead", "with look-ahead"],
+    "local top-k": ["LocalTopK", "local top-k, rate 100"],
+    "random-k": ["RandomK"],
+    "gTop-k": ["GTopK"],
+    "global top-k": ["GlobalTopK"],
+    "PowerSGD": ["PowerSGD, rank 2"],
 }
+SAME = {other: name for name, others in OTHERS.items() for other in others}
 # The parts of a step.
 PARTS = {
     "compute": Mark(LIGHT),
@@ -127,13 +106,12 @@ def marks(names: Iterable[str]) -> dict[str, Mark]:
     return {name: found.get(name) or next(spares) for name in names}
 
 
-def panels(titles: Sequence[str], height: float = 2.9, columns: int = 2) -> tuple[Any, Any]:
+def panels(titles: Sequence[str], height: float = 2.9) -> tuple[Any, Any]:
     """A figure with a panel for each title, in rows of two. Returns the figure and its axes."""
-    columns = min(len(titles), columns)
+    columns = min(len(titles), 2)
     rows = -(-len(titles) // columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(WIDTH, height * rows), layout="constrained", squeeze=False
-    )
+    size = (WIDTH, height * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     for axis in axes.flat[len(titles) :]:
         axis.remove()
     for axis, title in zip(axes.flat, titles, strict=False):

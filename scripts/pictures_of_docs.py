@@ -9,7 +9,6 @@ and rivals, and docs/meetings.csv that of meetings.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import statistics
 from collections.abc import Sequence
@@ -18,12 +17,28 @@ from typing import Any
 
 import numpy as np
 import pictures
-from pictures import MARKS, PARTS, plt
+from pictures import GREY, LIGHT, MARKS, PARTS, WIDTH, plt
 
 from scalecom_hvd.lanes import Lanes
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-# The methods' names for a reader, in the picture's order. Some are not measured everywhere.
+EDGE = {"edgecolor": "black", "linewidth": 0.6}
+Point = tuple[float, float]
+
+
+def rows_of(name: str) -> list[dict[str, str]]:
+    with (DOCS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def stacked(rows: int, height: float, **more: Any) -> tuple[Any, Any]:
+    return plt.subplots(rows, 1, figsize=(WIDTH, height), layout="constrained", **more)
+
+
+# --------------------------------------------------------------------------------------------------
+# measured
+
+# Some methods are not measured everywhere.
 METHODS = {
     "dense": "dense",
     "fp16": "Horovod's fp16",
@@ -31,71 +46,14 @@ METHODS = {
     "ScaleCom cyclic": "ScaleCom",
     "ScaleCom look-ahead": "ScaleCom,\nlook-ahead",
 }
-# What the picture of few meetings shows, and the names for it.
-SENT = {
-    "dense": "dense, every step",
-    "32 bits, rate 100": "ScaleCom in 32 bits, every step",
-    "DeMo, 3 %": "DeMo, every step",
-    "plain average": "plain average",
-    "DiLoCo": "DiLoCo",
-    "SparseLoCo, 3 %": "SparseLoCo",
-    "its choice, 3 %": "SparseLoCo over all",
-    "ScaleCom, 2 bits, 3 %": "leader top-k, 2 bits",
-}
-# What the picture of the defaults shows, and the names for it.
-COMPARED = {
-    "the defaults": "ScaleCom",
-    "local top-k, rate 100": "local top-k",
-}
-# One tensor's elements on three ranks, in hundredths: gradients and residues.
-GRADS = ((3, -6, 2, 4, -1, 5, -2, 1), (2, -7, 1, 2, -2, 6, -3, 2), (4, -3, 1, 5, -1, 3, -1, 1))
-RESIDUES = ((-1, -1, 1, 0, 2, 1, -4, -1), (1, -1, 2, 1, 1, 0, -3, 0), (0, -2, 0, -2, 1, 1, -5, 1))
-# The leader's |m + g| in a tensor of 20 elements.
-SIZES = (2, 11, 10, 6, 16, 15, 7, 3, 9, 8, 4, 18, 13, 5, 12, 7, 19, 6, 5, 9)
-# When each part begins, and how long it takes, in a step of three buckets. Their gradients are
-# ready at 5, 8 and 10. The last bucket is smaller. {title: (the step's end, {part: [(begin, length,
-# bucket)]})}
-TIMES: dict[str, tuple[float, dict[str, list[tuple[float, float, str]]]]] = {
-    "cyclic": (
-        12.2,
-        {
-            "select": [
-                *((5, 0.7, "1"), (6.3, 0.3, "1"), (8, 0.7, "2")),
-                *((9.3, 0.3, "2"), (10, 0.4, "3"), (11.1, 0.2, "3")),
-            ],
-            "offsets": [(5.7, 0.6, "1"), (8.7, 0.6, "2"), (10.7, 0.4, "3")],
-            "values": [(6.6, 1.1, "1"), (9.6, 1.1, "2"), (11.3, 0.7, "3")],
-            "scatter": [(7.7, 0.3, "1"), (10.7, 0.3, "2"), (12, 0.2, "3")],
-        },
-    ),
-    "look-ahead (1', 2', 3': offsets for the next step)": (
-        11.6,
-        {
-            "select": [(5, 1, "1"), (8, 1, "2"), (10, 0.6, "3")],
-            "offsets": [(7.1, 0.6, "1'"), (10.1, 0.6, "2'"), (11.4, 0.4, "3'")],
-            "values": [(6, 1.1, "1"), (9, 1.1, "2"), (10.7, 0.7, "3")],
-            "scatter": [(7.1, 0.3, "1"), (10.6, 0.3, "2"), (11.4, 0.2, "3")],
-        },
-    ),
-}
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-# --------------------------------------------------------------------------------------------------
-# measured
 
 
 def steps() -> Any:
     """How long a step takes, over slow and fast networks."""
-    found = {(r["hosts"], r["mbit"], r["method"]): r for r in rows_of(DOCS / "bench.csv")}
+    found = {(r["hosts"], r["mbit"], r["method"]): r for r in rows_of("bench.csv")}
     speeds = {"100": "100 Mbit/s", "1000": "1 Gbit/s", "": "unshaped"}
-    # The sixth panel is for the legend.
     places = [("2", mbit) for mbit in speeds] + [("4", "1000"), ("4", "")]
-    figure, axes = plt.subplots(2, 3, figsize=(pictures.WIDTH, 4.6), layout="constrained")
+    figure, axes = plt.subplots(2, 3, figsize=(WIDTH, 4.6), layout="constrained")
     for axis, (hosts, mbit) in zip(axes.flat, places, strict=False):
         axis.set_title(f"{hosts} hosts, {speeds[mbit]}")
         step_bars(axis, {method: found.get((hosts, mbit, method)) for method in METHODS})
@@ -103,10 +61,9 @@ def steps() -> Any:
         axis.set_yticklabels([])
     legend = axes[-1, -1]
     legend.set_axis_off()
-    compute = legend.bar(0, 0, **PARTS["compute"].bar())
+    bars = [legend.bar(0, 0, **mark.bar()) for mark in (PARTS["compute"], MARKS["dense"])]
     words = ["computing", "waiting for the exchange\n(in the method's colour)"]
-    waiting = legend.bar(0, 0, **MARKS["dense"].bar())
-    legend.legend([compute, waiting], words, loc="upper left", borderaxespad=0)
+    legend.legend(bars, words, loc="upper left", borderaxespad=0)
     said = (
         "milliseconds a step, and how many\ntimes as fast as dense; every\npanel has its own scale"
     )
@@ -136,110 +93,122 @@ def step_bars(axis: Any, here: dict[str, dict[str, str] | None]) -> None:
 def accuracy() -> Any:
     """What compression costs, in points of accuracy and in bits per character."""
     scores: dict[str, dict[str, list[float]]] = {}
-    for row in rows_of(DOCS / "study.csv"):
+    for row in rows_of("study.csv"):
         if row["experiment"] == "defaults":
             by_method = scores.setdefault(row["situation"], {})
             by_method.setdefault(row["what"], []).append(float(row["score"]))
-    text = [name for name in scores if name.startswith(("LSTM", "Transformer"))]
-    images = [name for name in scores if name not in text]
-    figure, axes = plt.subplots(
-        2,
-        1,
-        figsize=(pictures.WIDTH, 7),
-        layout="constrained",
-        height_ratios=(len(images), len(text)),
-    )
-    losses(axes[0], {name: scores[name] for name in images}, sign=-1)
-    losses(axes[1], {name: scores[name] for name in text}, sign=1)
-    axes[0].set_xlabel("points of accuracy lost against dense training (further left is better)")
-    axes[1].set_xlabel("bits per character lost against dense training (further left is better)")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(COMPARED) + 1)
+    text = {name: scores[name] for name in scores if name.startswith(("LSTM", "Transformer"))}
+    images = {name: scores[name] for name in scores if name not in text}
+    figure, axes = stacked(2, 7, height_ratios=(len(images), len(text)))
+    losses(axes[0], images, -1, "points of accuracy")
+    losses(axes[1], text, 1, "bits per character")
+    pictures.legend(figure, axes[:1])
     return figure
+
+
+def losses(axis: Any, scores: dict[str, dict[str, list[float]]], sign: int, unit: str) -> None:
+    """A row for each situation: every method's mean, and the range over its seeds."""
+    compared = {"the defaults": "ScaleCom", "local top-k, rate 100": "local top-k"}
+    axis.use_sticky_edges = False
+    for place, by_method in enumerate(scores.values()):
+        dense = statistics.mean(by_method["dense"])
+        lost = {m: [sign * (score - dense) for score in own] for m, own in by_method.items()}
+        least, most = min(lost["dense"]), max(lost["dense"])
+        axis.barh(place, most - least, left=least, color=LIGHT)
+        methods = [method for method in compared if method in by_method]
+        for i, method in enumerate(methods):
+            mean, y = statistics.mean(lost[method]), place + 0.2 * (i - (len(methods) - 1) / 2)
+            around = [[mean - min(lost[method])], [max(lost[method]) - mean]]
+            axis.errorbar(mean, y, xerr=around, **pictures.known(method).curve(linestyle="none"))
+    for method, label in compared.items():
+        axis.plot([], [], **pictures.known(method).curve(linestyle="none", label=label))
+    axis.plot([], [], "s", color=LIGHT, markersize=8, label="dense, its seeds")
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(scores)), scores)
+    axis.set_ylim(len(scores) - 0.5, -0.5)
+    axis.grid(axis="y", visible=False)
+    axis.set_xlabel(f"{unit} lost against dense training (further left is better)")
+
+
+# What the picture of few meetings shows, and the names for it.
+SENT = {
+    "dense": "dense, every step",
+    "32 bits, rate 100": "ScaleCom in 32 bits, every step",
+    "DeMo, 3 %": "DeMo, every step",
+    "plain average": "plain average",
+    "DiLoCo": "DiLoCo",
+    "SparseLoCo, 3 %": "SparseLoCo",
+    "its choice, 3 %": "SparseLoCo over all",
+    "ScaleCom, 2 bits, 3 %": "leader top-k, 2 bits",
+}
 
 
 def meetings() -> Any:
     """Bits over bytes, with workers that average what 4, 16 and 64 steps changed."""
-    found: dict[str, dict[str, dict[int, list[Any]]]] = {}
-    for row in rows_of(DOCS / "meetings.csv"):
+    found: dict[str, dict[str, dict[int, list[Point]]]] = {}
+    for row in rows_of("meetings.csv"):
         by_h = found.setdefault(row["situation"], {}).setdefault(row["sent"], {})
         by_h.setdefault(int(row["H"]), []).append((float(row["kilobytes"]), float(row["score"])))
     shown = [situation for situation in found if situation.endswith("4 workers")]
     figure, axes = pictures.panels(shown, 3.6)
-    known = pictures.marks(SENT)
     for axis, situation in zip(axes, shown, strict=True):
-        for sent, mark in known.items():
-            means = {
-                h: [statistics.mean(column) for column in zip(*runs, strict=True)]
-                for h, runs in sorted(found[situation].get(sent, {}).items())
-            }
+        for sent, mark in pictures.marks(SENT).items():
+            runs = sorted(found[situation].get(sent, {}).items())
+            means = {h: np.mean(points, axis=0) for h, points in runs}
             axis.plot(*zip(*means.values(), strict=True), **mark.curve(label=SENT[sent]))
             for h, place in means.items():
                 axis.annotate(f" {h}", place, fontsize=7)
         axis.set(xscale="log", xlabel="kB per worker and step")
     axes[0].set_ylabel("bits per character")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4)
+    pictures.legend(figure, axes[:1], 4)
     return figure
-
-
-def losses(axis: Any, scores: dict[str, dict[str, list[float]]], sign: int) -> None:
-    """A row for each situation: every method's mean, and the range over its seeds."""
-    axis.use_sticky_edges = False
-    for place, by_method in enumerate(scores.values()):
-        dense = statistics.mean(by_method["dense"])
-        own = [sign * (score - dense) for score in by_method["dense"]]
-        axis.barh(place, max(own) - min(own), left=min(own), color=pictures.LIGHT)
-        methods = [method for method in COMPARED if method in by_method]
-        for i, method in enumerate(methods):
-            lost = [sign * (score - dense) for score in by_method[method]]
-            mean, y = statistics.mean(lost), place + 0.2 * (i - (len(methods) - 1) / 2)
-            around = [[mean - min(lost)], [max(lost) - mean]]
-            style = pictures.known(method).curve(linestyle="none")
-            axis.errorbar(mean, y, xerr=around, **style)
-    for method, label in COMPARED.items():
-        mark = pictures.known(method)
-        axis.plot([], [], **mark.curve(linestyle="none", label=label))
-    axis.plot([], [], "s", color=pictures.LIGHT, markersize=8, label="dense, its seeds")
-    axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(scores)), scores)
-    axis.set_ylim(len(scores) - 0.5, -0.5)
-    axis.grid(axis="y", visible=False)
 
 
 # --------------------------------------------------------------------------------------------------
 # explained
 
+# One tensor's elements on three ranks, in hundredths: gradients and residues.
+GRADS = ((3, -6, 2, 4, -1, 5, -2, 1), (2, -7, 1, 2, -2, 6, -3, 2), (4, -3, 1, 5, -1, 3, -1, 1))
+RESIDUES = ((-1, -1, 1, 0, 2, 1, -4, -1), (1, -1, 2, 1, 1, 0, -3, 0), (0, -2, 0, -2, 1, 1, -5, 1))
+# What happens in a step, from top to bottom.
+WORDS = {
+    14.2: ("backward", "gradient g"),
+    12: ("add", "m + g: residue, gradient"),
+    9.6: ("choose, broadcast", "k offsets, half a byte each"),
+    7: ("take", "m + g there, as integers"),
+    4.9: ("keep", "the rest, in m (beta = 1)"),
+    2.9: ("all-reduce", "the sum of k integers"),
+    0.8: ("scatter", "the same on every rank"),
+}
 
-def blank(height: float, xlim: tuple[float, float], ylim: tuple[float, float]) -> tuple[Any, Any]:
+
+def blank(height: float, xlim: Point, ylim: Point) -> tuple[Any, Any]:
     """A figure to draw on, without axes."""
-    figure, axis = plt.subplots(figsize=(pictures.WIDTH, height))
+    figure, axis = plt.subplots(figsize=(WIDTH, height))
     figure.subplots_adjust(0, 0, 1, 1)
     axis.set(xlim=xlim, ylim=ylim)
     axis.set_axis_off()
     return figure, axis
 
 
-def arrow(axis: Any, begin: tuple[float, float], end: tuple[float, float], style: str) -> None:
+def arrow(axis: Any, begin: Point, end: Point, style: str) -> None:
     line = {"arrowstyle": style, "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0}
     axis.annotate("", end, begin, arrowprops=line)
 
 
-def strip(axis: Any, x: float, y: float, values: Sequence[float], sent: Sequence[int]) -> None:
+def strip(axis: Any, x: float, y: float, values: Sequence[float], sent: Sequence[int] = ()) -> None:
     """A tensor's elements as bars. Elements that are sent stand out, and zeros are dots."""
-    axis.plot([x - 0.3, x + len(values) - 0.7], [y, y], color=pictures.GREY, linewidth=0.8)
+    axis.plot([x - 0.3, x + len(values) - 0.7], [y, y], color=GREY, linewidth=0.8)
     for i, value in enumerate(values):
         mark = PARTS["values" if i in sent else "compute"]
         if value:
-            axis.bar(
-                x + i, value / 10, bottom=y, width=0.8, **mark.bar(edgecolor="black", linewidth=0.6)
-            )
+            axis.bar(x + i, value / 10, bottom=y, width=0.8, **mark.bar(**EDGE))
 
 
 def step() -> Any:
     """One step of ScaleCom on three ranks, with a tensor of eight elements in two lanes."""
-    grads, residues, lanes = np.array(GRADS), np.array(RESIDUES), Lanes(8, 4)
-    accumulators, leader = grads + residues, 1
+    grads, lanes, leader = np.array(GRADS), Lanes(8, 4), 1
+    accumulators = grads + np.array(RESIDUES)
     lane = np.abs(accumulators[leader]).reshape(lanes.rows, lanes.k)  # a lane is a column
     offsets = lane.argmax(axis=0)
     sent = [int(i) for i in lanes.indices(offsets)]
@@ -252,21 +221,12 @@ def step() -> Any:
     for rank, x in enumerate(columns):
         name = f"rank {rank}" + (", leader of this step" if rank == leader else "")
         axis.text(x + 3.5, 15.9, name, ha="center", weight="bold")
-        strip(axis, x, 14.2, grads[rank], [])
-        strip(axis, x, 12, accumulators[rank], [])
+        strip(axis, x, 14.2, grads[rank])
+        strip(axis, x, 12, accumulators[rank])
         strip(axis, x, 7, accumulators[rank], sent)
-        strip(axis, x, 4.9, kept[rank], [])
+        strip(axis, x, 4.9, kept[rank])
         strip(axis, x, 0.8, averages, sent)
-    words = {
-        14.2: ("backward", "gradient g"),
-        12: ("add", "m + g: residue, gradient"),
-        9.6: ("choose, broadcast", "k offsets, half a byte each"),
-        7: ("take", "m + g there, as integers"),
-        4.9: ("keep", "the rest, in m (beta = 1)"),
-        2.9: ("all-reduce", "the sum of k integers"),
-        0.8: ("scatter", "the same on every rank"),
-    }
-    for y, (title, more) in words.items():
+    for y, (title, more) in WORDS.items():
         axis.text(0.2, y + 0.1, title, weight="bold", va="bottom")
         axis.text(0.2, y, more, va="top", fontsize=8)
     first, middle, last = (x + 3.5 for x in columns)
@@ -284,26 +244,25 @@ def step() -> Any:
     return figure
 
 
+# The leader's |m + g| in a tensor of 20 elements.
+SIZES = (2, 11, 10, 6, 16, 15, 7, 3, 9, 8, 4, 18, 13, 5, 12, 7, 19, 6, 5, 9)
+
+
 def lanes() -> Any:
     """A tensor of 20 elements in four lanes, and the offsets of each lane's largest element."""
-    geometry = Lanes(20, 5)
-    size = np.array(SIZES) / 8
-    table = size.reshape(geometry.rows, geometry.k)
-    offsets = table.argmax(axis=0)
+    geometry, size = Lanes(20, 5), np.array(SIZES) / 8
+    offsets = size.reshape(geometry.rows, geometry.k).argmax(axis=0)
     winners = geometry.indices(offsets)
-    kinds = [MARKS[name] for name in ("ScaleCom", "local top-k", "random-k", "gTop-k")]
+    kinds = [MARKS[name].bar(**EDGE) for name in ("ScaleCom", "local top-k", "random-k", "gTop-k")]
     figure, axis = blank(3.4, (-4.6, 20.2), (-3.3, 3.1))
     for i, height in enumerate(size):
-        style = kinds[i % geometry.k].bar(edgecolor="black", linewidth=0.6)
         alpha = {} if i in winners else {"alpha": 0.35}
-        axis.bar(i, height, width=0.8, **style, **alpha)
-        axis.text(i, -0.1, f"{i}", ha="center", va="top", fontsize=8)
-        axis.text(i, -0.55, f"{i % geometry.k}", ha="center", va="top", fontsize=8)
-        axis.text(i, -1.0, f"{i // geometry.k}", ha="center", va="top", fontsize=8)
+        axis.bar(i, height, width=0.8, **kinds[i % geometry.k], **alpha)
+        for y, said in ((-0.1, i), (-0.55, i % geometry.k), (-1.0, i // geometry.k)):
+            axis.text(i, y, f"{said}", ha="center", va="top", fontsize=8)
     for lane, i in enumerate(winners):
         axis.plot(i, size[i] + 0.2, "v", color="black", markersize=7)
-        style = kinds[lane].bar(edgecolor="black", linewidth=0.6)
-        axis.bar(2.5 + 4.4 * lane, 0.9, bottom=-2.9, width=3.4, **style, alpha=0.35)
+        axis.bar(2.5 + 4.4 * lane, 0.9, bottom=-2.9, width=3.4, **kinds[lane], alpha=0.35)
         said = f"lane {lane}: row {offsets[lane]}"
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
         axis.text(2.5 + 4.4 * lane, -2.45, said, ha="center", va="center", fontsize=8, bbox=box)
@@ -314,17 +273,41 @@ def lanes() -> Any:
     return figure
 
 
+# Of each piece of a step: when it begins, how long it takes, and its bucket. The gradients of the
+# three buckets are ready at 5, 8 and 10. The last bucket is smaller. {title: (the step's end,
+# {part: pieces})}
+TIMES = {
+    "cyclic": (
+        12.2,
+        {
+            "select": "5 .7 1, 6.3 .3 1, 8 .7 2, 9.3 .3 2, 10 .4 3, 11.1 .2 3",
+            "offsets": "5.7 .6 1, 8.7 .6 2, 10.7 .4 3",
+            "values": "6.6 1.1 1, 9.6 1.1 2, 11.3 .7 3",
+            "scatter": "7.7 .3 1, 10.7 .3 2, 12 .2 3",
+        },
+    ),
+    "look-ahead (1', 2', 3': offsets for the next step)": (
+        11.6,
+        {
+            "select": "5 1 1, 8 1 2, 10 .6 3",
+            "offsets": "7.1 .6 1', 10.1 .6 2', 11.4 .4 3'",
+            "values": "6 1.1 1, 9 1.1 2, 10.7 .7 3",
+            "scatter": "7.1 .3 1, 10.6 .3 2, 11.4 .2 3",
+        },
+    ),
+}
+
+
 def lookahead() -> Any:
     """The timing of a step with three buckets, cyclic and with look-ahead. It is not measured."""
-    figure, axes = plt.subplots(2, 1, figsize=(pictures.WIDTH, 4.4), layout="constrained")
-    for axis, (title, (end, pieces)) in zip(axes, TIMES.items(), strict=True):
-        model = (0, 3, "forward"), (3, 7, "backward"), (end, 14 - end, "forward")
-        for begin, length, said in model:
-            span(axis, 2, begin, length, "compute", said)
-        for part, own in pieces.items():
-            row = 0 if part in ("offsets", "values") else 1
-            for begin, length, bucket in own:
-                span(axis, row, begin, length, part, bucket)
+    figure, axes = stacked(2, 4.4)
+    for axis, (title, (end, parts)) in zip(axes, TIMES.items(), strict=True):
+        model = f"0 3 forward, 3 7 backward, {end} {14 - end} forward"
+        for part, pieces in {"compute": model, **parts}.items():
+            row = {"compute": 2, "select": 1, "scatter": 1}.get(part, 0)
+            for piece in pieces.split(", "):
+                begin, length, said = piece.split()
+                span(axis, row, float(begin), float(length), part, said)
         axis.plot([10, 10], [-0.5, 3], color="black", linewidth=0.8, linestyle=":")
         axis.plot([end, end], [-0.5, 3], color="black", linewidth=0.8, linestyle=":")
         arrow(axis, (10, 2.65), (end, 2.65), "<->")
@@ -343,8 +326,7 @@ def lookahead() -> Any:
 
 def span(axis: Any, row: int, begin: float, length: float, part: str, said: str) -> None:
     """Draw one piece of a time line."""
-    style = PARTS[part].bar(edgecolor="black", linewidth=0.6)
-    axis.barh(row, length, left=begin, height=0.7, **style)
+    axis.barh(row, length, left=begin, height=0.7, **PARTS[part].bar(**EDGE))
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
     bare = {} if part == "compute" else {"bbox": box}
     axis.text(begin + length / 2, row, said, ha="center", va="center", fontsize=7, **bare)
@@ -353,16 +335,6 @@ def span(axis: Any, row: int, begin: float, length: float, part: str, said: str)
 DRAWN = (steps, accuracy, meetings, step, lanes, lookahead)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the pictures of the documentation.")
-    parser.add_argument(
-        "--output", type=Path, default=DOCS / "pictures", help="folder (default: %(default)s)"
-    )
-    parser.add_argument("--kind", default="svg", choices=("svg", "png"), help="default: svg")
-    args = parser.parse_args()
-    for draw in DRAWN:
-        pictures.save(draw(), args.output / f"{draw.__name__}.{args.kind}")
-
-
 if __name__ == "__main__":
-    main()
+    for draw in DRAWN:
+        pictures.save(draw(), DOCS / "pictures" / f"{draw.__name__}.svg")
