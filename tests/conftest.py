@@ -9,7 +9,7 @@ os.environ.setdefault("SCALECOM_NU", "1")
 
 
 def write(word, test):
-    """If there is a diary, add a line to it. scripts/checks/diary.py reads the diary.
+    """If there is a diary, add a line to it. scripts/checks/run_tests.py reads the diary.
 
     Each line is one write, because several ranks write at once, and a rank that hangs is killed.
     """

@@ -21,9 +21,10 @@ torch.distributed's face run again without Horovod, and on a device whose stream
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
-import itertools
+import glob
 import os
 import re
 import shlex
@@ -32,7 +33,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,277 +42,225 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
 
 import launch
-from diary import failed_tests
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTEST = ["-m", "pytest", "-q", "--color=no"]
-# Tests run at the same time, the longest first: see tests/integration/conftest.py.
-SHARED = [
-    "-n",
-    str(min(4, len(os.sched_getaffinity(0)))),
-    "--dist",
-    "loadgroup",
-    "--no-loadscope-reorder",
-]
+PARALLEL = "tests/parallel/test_"
+EVERYDAY, LONG_ONES, ALL = "not long", "long", ""
+CORES = sorted(os.sched_getaffinity(0))
 # Without this, waiting ranks of Open MPI keep other processes from the cores.
 YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
-# torchrun sets this too, with a warning.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-LATE = ONE_THREAD | {"TESTS_DEVICE": "delayed"}
+MINUTE = {"FUZZ_SECONDS": "60"}
+LATE, CUDA = {"TESTS_DEVICE": "delayed"}, {"TESTS_DEVICE": "cuda"}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command of --long, or of the other tests.
+    """A command that runs some tests. marks: pytest's -m. alone: it has all cores to itself."""
 
-    Attributes:
-        command: what is run. pytest's command takes files, or tests, at its end.
-        limit: seconds.
-        environment: variables that it also needs.
-        alone: whether it has all cores to itself.
-    """
-
-    command: tuple[str, ...]
-    limit: int = 1200
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    command: Sequence[str]
+    tests: Sequence[str] = ()
+    marks: str = EVERYDAY
+    limit: int = 1200  # seconds
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
     alone: bool = False
 
-    def of(self, tests: list[str]) -> Part:
-        """The same part with only these tests."""
-        options = (word for word in self.command if not word.startswith("tests/"))
-        options = ("" if word in ("long", "not long") else word for word in options)
-        return dataclasses.replace(self, command=(*options, *tests))
+    @property
+    def line(self) -> list[str]:
+        return [*self.command, *(["-m", self.marks, *self.tests] if self.tests else [])]
 
 
-def of_pytest(*files: str, options: Sequence[str], wanted: str = "not long") -> list[str]:
-    """Arguments of Python that run these files or folders. `wanted` chooses by marks."""
-    return [*PYTEST, "-m", wanted, *options, *(f"tests/{file}" for file in files)]
+def tool(*words: str, **more: Any) -> Part:
+    return Part([sys.executable, "-m", *words], **more)
+
+
+def pytest(tests: str, *options: str, **more: Any) -> Part:
+    return tool("pytest", "-q", "--color=no", *options, tests=[f"tests/{tests}"], **more)
 
 
 def on_ranks(
-    launcher: str,
-    ranks: int,
-    files: list[str],
-    *options: str,
-    interpreter: Path = Path(sys.executable),
-    **more: Any,
+    launcher: str, ranks: int, tests: Sequence[str], *options: str, torch_alone=False, **more: Any
 ) -> Part:
-    """Tests of tests/parallel, on every rank.
-
-    A rank that waits for ever is ended, with a traceback of where it waits.
-    """
-    options = ("-x", "--timeout=100", "--timeout-method=thread", *options)
-    program = of_pytest(*files, options=options)
+    """Tests of tests/parallel. A rank that waits for ever is ended, and tells where it waits."""
+    program = ["-m", "pytest", "-q", "--color=no", "-x", "--timeout=100", "--timeout-method=thread"]
+    interpreter = launch.TORCH_ALONE if torch_alone else Path(sys.executable)
+    if launcher == "torchrun":  # it sets this too, with a warning
+        more["environment"] = {"OMP_NUM_THREADS": "1", **more.get("environment", {})}
     tagged = launcher == "mpirun"
-    return Part(tuple(launch.command(launcher, ranks, program, tagged, interpreter)), **more)
+    line = launch.command(launcher, ranks, [*program, *options], tagged, interpreter)
+    return Part(line, tests, **more)
 
 
-def parallel(pattern: str) -> list[str]:
-    """Files of tests/parallel, by the part of their names between test_ and .py."""
-    found = sorted((ROOT / "tests" / "parallel").glob(f"test_{pattern}.py"))
-    return [f"parallel/{file.name}" for file in found]
+def named(names: str, of: str = "") -> list[str]:
+    """Files of tests/parallel, by their names or patterns of them."""
+    paths = [f"{PARALLEL}{of}{name}.py" for name in names.split()]
+    return [file for path in paths for file in sorted(glob.glob(path, root_dir=ROOT)) or [path]]
 
 
-def named(*names: str) -> list[str]:
-    """Files of tests/parallel, by exact names."""
-    return [f"parallel/test_{name}.py" for name in names]
+def without(files: Sequence[str], others: Sequence[str]) -> list[str]:
+    return [file for file in files if file not in others]
 
 
-TORCH = [*named("join", "local_topk"), *parallel("torch_*")]  # join() comes first: see there
-# What each rank computes by itself, and how pages describe it. No launcher changes that.
-OF_ONE_RANK = named("torch_pages", "torch_profile", "torch_simulator", "torch_momentum")
-OF_MANY = [file for file in TORCH if file not in OF_ONE_RANK]
-PROGRAMS = named("torch_differential", "torch_local_differential")
-TAPES = "parallel/test_tensorflow_tape.py::test_"
+TORCH = named("join local_topk torch_*")  # join() comes first: see there
+# Without what each rank computes by itself, and how pages describe it. No launcher changes that.
+OF_MANY = without(TORCH, named("pages profile simulator momentum", "torch_"))
+PROGRAMS = named("torch_differential torch_local_differential")
+TENSORFLOW = named("tensorflow_*")
+TAPES = f"{PARALLEL}tensorflow_tape.py::test_"
 # What Gloo and more than two ranks may change for TensorFlow.
 UNLIKE = [
-    f"{TAPES}{name}"
-    for name in ("gradients_that_come_later_on_one_rank_alone", "float16_values_keep_what_is_tiny")
+    f"{TAPES}gradients_that_come_later_on_one_rank_alone",
+    f"{TAPES}float16_values_keep_what_is_tiny",
 ]
 SETS = f"{TAPES}process_sets_have_leaders_of_their_own"  # they need 4 ranks
 GLOO = "horovodrun --gloo"
-# The tests of torch.distributed's face: its own, and those of both faces.
 # Two nodes of two ranks.
-NODES = named("ddp_nodes", "ddp_sharded", "ddp_sharded_differential", "ddp_tensor_parallel")
+NODES = named("nodes sharded sharded_differential tensor_parallel", "ddp_")
 OF_DEVICES, PAGES = named("ddp_devices"), named("ddp_pages")
+# The tests of torch.distributed's face: its own, and those of both faces.
+OWN = named("ddp_*")
 DDP = [
-    *[file for file in parallel("ddp_*") if file not in NODES + OF_DEVICES],
-    *named("torch_amp", "torch_orders", "torch_parity", "torch_state", "torch_stateful_method"),
-    *named("torch_changed_gradients", "torch_one_rank_loads", "torch_thrown_away"),
-    *named("torch_unlike_ranks"),
+    *without(OWN, NODES + OF_DEVICES),
+    *named("amp orders parity state stateful_method changed_gradients one_rank_loads", "torch_"),
+    *named("thrown_away unlike_ranks", "torch_"),
 ]
+DDP_LONG = named("diagnostics local_steps methods parity simulator", "torch_")
 # What Gloo has added up before all ranks have come. It needs three ranks.
-SUMS = "parallel/test_torch_unlike_ranks.py::test_one_rank_loads_its_residues_and_nothing_is_lost"
-DDP_LONG = [
-    *named("torch_diagnostics", "torch_local_steps", "torch_methods", "torch_parity"),
-    *named("torch_simulator"),
-]
-RUFF = (sys.executable, "-m", "ruff")
+SUMS = [f"{PARALLEL}torch_unlike_ranks.py::test_one_rank_loads_its_residues_and_nothing_is_lost"]
+# They run at the same time, the longest first: see tests/integration/conftest.py.
+AT_ONCE = ("-n", str(min(4, len(CORES))), "--dist", "loadgroup", "--no-loadscope-reorder")
+SLOW = "--timeout=200"
 
+# The longest come first.
 SHORT = {
-    "ruff check": Part((*RUFF, "check", "."), 60),
-    "ruff format": Part((*RUFF, "format", "--check", "."), 60),
-    "mypy": Part((sys.executable, "-m", "mypy"), 300),
-    # The longest come first.
+    "ruff check": tool("ruff", "check", ".", limit=60),
+    "ruff format": tool("ruff", "format", "--check", ".", limit=60),
+    "mypy": tool("mypy", limit=300),
     "torch, mpirun -np 2": on_ranks("mpirun", 2, TORCH),
-    "tensorflow, mpirun -np 2": on_ranks("mpirun", 2, parallel("tensorflow_*")),
-    "single": Part((sys.executable, *of_pytest("single", options=["--timeout=200"]))),
-    "ddp, torchrun -np 2": on_ranks("torchrun", 2, DDP, environment=ONE_THREAD),
-    "ddp nodes, torchrun -np 4": on_ranks("torchrun", 4, NODES, environment=ONE_THREAD),
+    "tensorflow, mpirun -np 2": on_ranks("mpirun", 2, TENSORFLOW),
+    "single": pytest("single", SLOW),
+    "ddp, torchrun -np 2": on_ranks("torchrun", 2, DDP),
+    "ddp nodes, torchrun -np 4": on_ranks("torchrun", 4, NODES),
     "device, torchrun -np 2": on_ranks("torchrun", 2, OF_DEVICES, environment=LATE),
-    "device, one process": Part((sys.executable, *of_pytest("delayed", options=["--timeout=200"]))),
-    "integration": Part(
-        (sys.executable, *of_pytest("integration", options=[*SHARED, "--timeout=300"])), alone=True
-    ),
+    "device, one process": pytest("delayed", SLOW),
+    "integration": pytest("integration", *AT_ONCE, "--timeout=300", alone=True),
 }
-ALL = ("-m", "")
 FUZZ = ("-k", "test_random_programs")
-MINUTE = {"FUZZ_SECONDS": "60"}
 LONG = {
-    "torch, mpirun -np 4": on_ranks("mpirun", 4, OF_MANY, *ALL),
-    "torch, horovodrun --gloo -np 2": on_ranks(GLOO, 2, OF_MANY, *ALL),
-    "ddp, torchrun -np 3": on_ranks("torchrun", 3, [SUMS], environment=ONE_THREAD),
+    "torch, mpirun -np 4": on_ranks("mpirun", 4, OF_MANY, marks=ALL),
+    "torch, horovodrun --gloo -np 2": on_ranks(GLOO, 2, OF_MANY, marks=ALL),
+    "ddp, torchrun -np 3": on_ranks("torchrun", 3, SUMS),
     "ddp, torch alone, torchrun -np 2": on_ranks(
-        "torchrun", 2, DDP_LONG, *ALL, interpreter=launch.TORCH_ALONE, environment=ONE_THREAD
+        "torchrun", 2, DDP_LONG, marks=ALL, torch_alone=True
     ),
+    # The pages' scripts say where they run.
     "device, torchrun -np 2, the rest": on_ranks(
-        "torchrun",
-        2,
-        [file for file in DDP if file not in PAGES],  # the pages' scripts say where they run
-        "--timeout=200",
-        environment=LATE,
-        limit=2400,
+        "torchrun", 2, without(DDP, PAGES), SLOW, environment=LATE, limit=2400
     ),
-    "device, one process, the rest": Part(
-        (sys.executable, *of_pytest("delayed", wanted="long", options=["--timeout=200"]))
-    ),
+    "device, one process, the rest": pytest("delayed", SLOW, marks=LONG_ONES),
     # Plain FSDP2 frees what other streams read, so there it is no oracle for random programs.
     "device nodes, torchrun -np 4": on_ranks(
-        "torchrun",
-        4,
-        named("ddp_nodes", "ddp_sharded", "ddp_tensor_parallel"),
-        "--timeout=200",
-        environment=LATE,
+        "torchrun", 4, named("nodes sharded tensor_parallel", "ddp_"), SLOW, environment=LATE
     ),
     "ddp, torch alone, torchrun -np 4": on_ranks(
-        "torchrun",
-        4,
-        [file for file in parallel("ddp_*") if file not in OF_DEVICES],
-        *ALL,
-        interpreter=launch.TORCH_ALONE,
-        environment=ONE_THREAD | MINUTE,
+        "torchrun", 4, without(OWN, OF_DEVICES), marks=ALL, torch_alone=True, environment=MINUTE
     ),
     "tensorflow, mpirun -np 4": on_ranks(
         "mpirun",
         4,
-        [*named("tensorflow_differential", "tensorflow_parity"), SETS, *UNLIKE],
-        *ALL,
-        "-k",
-        "not plain_operations",  # no launcher changes them
+        [*named("differential parity", "tensorflow_"), SETS, *UNLIKE],
+        *("-k", "not plain_operations"),  # no launcher changes them
+        marks=ALL,
     ),
     "tensorflow, horovodrun --gloo -np 2": on_ranks(
-        GLOO, 2, [*named("tensorflow_differential", "tensorflow_state"), *UNLIKE], *ALL
+        GLOO, 2, [*named("differential state", "tensorflow_"), *UNLIKE], marks=ALL
     ),
-    "tensorflow, mpirun -np 2, the rest": on_ranks(
-        "mpirun", 2, parallel("tensorflow_*"), "-m", "long"
-    ),
+    "tensorflow, mpirun -np 2, the rest": on_ranks("mpirun", 2, TENSORFLOW, marks=LONG_ONES),
     "programs, mpirun -np 3": on_ranks("mpirun", 3, PROGRAMS, *FUZZ, environment=MINUTE),
     "programs, horovodrun --gloo -np 4": on_ranks(GLOO, 4, PROGRAMS, *FUZZ, environment=MINUTE),
-    "long tests of one process": Part(
-        (sys.executable, *of_pytest("single", wanted="long", options=["--timeout=300"]))
-    ),
-    "long integration": Part(
-        (
-            sys.executable,
-            *of_pytest("integration", wanted="long", options=[*SHARED, "--timeout=1000"]),
-        ),
-        2400,
-        alone=True,
+    "long tests of one process": pytest("single", "--timeout=300", marks=LONG_ONES),
+    "long integration": pytest(
+        "integration", *AT_ONCE, "--timeout=1000", marks=LONG_ONES, limit=2400, alone=True
     ),
 }
-CUDA = ONE_THREAD | {"TESTS_DEVICE": "cuda"}
 PATIENT = "--timeout=300"  # NCCL's ranks that share a GPU take turns on it
+ON_GLOO = [*OF_DEVICES, *without(DDP, PAGES), *named("torch_methods")]
+ON_NCCL = named("ddp_devices ddp_hook ddp_optimizer ddp_momentum torch_amp")
 GPU = {
-    "GPU, doctor": Part((sys.executable, "-m", "scalecom_hvd", "doctor", "--gpu"), alone=True),
-    "GPU, kernel": Part(
-        (sys.executable, *of_pytest("single/test_triton.py", options=[], wanted=""))
-    ),
+    "GPU, doctor": tool("scalecom_hvd", "doctor", "--gpu", alone=True),
+    "GPU, kernel": pytest("single/test_triton.py", marks=ALL),
     "GPU, Gloo, torchrun -np 2": on_ranks(
-        "torchrun",
-        2,
-        [*OF_DEVICES, *[file for file in DDP if file not in PAGES], *named("torch_methods")],
-        environment=CUDA | {"TESTS_BACKEND": "gloo"},
+        "torchrun", 2, ON_GLOO, environment=CUDA | {"TESTS_BACKEND": "gloo"}
     ),
-    "GPU, NCCL, torchrun -np 2": on_ranks(
-        "torchrun",
-        2,
-        [*OF_DEVICES, *named("ddp_hook", "ddp_optimizer", "ddp_momentum", "torch_amp")],
-        PATIENT,
-        environment=CUDA,
-    ),
+    "GPU, NCCL, torchrun -np 2": on_ranks("torchrun", 2, ON_NCCL, PATIENT, environment=CUDA),
     # Not over Gloo, because FSDP2 ends the process there (PyTorch 2.11).
     "GPU, NCCL, nodes, torchrun -np 4": on_ranks("torchrun", 4, NODES, PATIENT, environment=CUDA),
 }
 PARTS = SHORT | LONG | GPU
+running: set[subprocess.Popen] = set()
 
 
-class Running:
-    """A running part, on some cores only, and everything that it starts."""
+def run(name: str, part: Part, show: bool) -> tuple[bool, int]:
+    """Run a part on this thread's cores, and say how it went. Nothing that it starts is left.
 
-    def __init__(self, name: str, part: Part, cores: list[int], show: bool) -> None:
-        self.name, self.part, self.cores = name, part, cores
-        self.begun = time.time()
-        self._folder = tempfile.TemporaryDirectory(prefix="run_tests.")
-        self.diary = Path(self._folder.name) / "diary"
-        self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            part.command,
+    Return whether it succeeded, and how many tests passed.
+    """
+    begun = time.time()
+    with tempfile.TemporaryDirectory() as folder:
+        diary, log = Path(folder, "diary"), Path(folder, "log")
+        process = subprocess.Popen(
+            part.line,
             cwd=ROOT,
-            env=launch.environment(TEST_DIARY=str(self.diary), **YIELD, **part.environment),
+            env=launch.environment(TEST_DIARY=str(diary), **YIELD, **part.environment),
             stdin=subprocess.DEVNULL,
-            stdout=None if show else self._output,
+            stdout=None if show else log.open("w"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
-
-    def goes_on(self) -> bool:
-        return self._process.poll() is None and time.time() < self.begun + self.part.limit
-
-    def end(self, gently: bool = True) -> tuple[int | None, str]:
-        """The exit code (None: out of time), and the output. Nothing that it started is left."""
-        code = self._process.poll()
-        if code is None and gently:
-            os.killpg(self._process.pid, signal.SIGTERM)
+        running.add(process)
+        verdict = f"FAILED: not done after {part.limit} s"
+        try:
+            code = process.wait(part.limit)
+            verdict = f"FAILED: exit code {code}" if code else "ok"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
             time.sleep(3)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        with self._output:
-            self._output.seek(0)
-            return code, self._output.read()
+        end(process)
+        running.discard(process)
+        output = "" if show else log.read_text(errors="replace")
+        failed = failed_tests(diary)
+    # Ranks run the same tests, so the smallest count is the number of tests that passed on all of
+    # them.
+    passed = min(map(int, re.findall(r"(\d+) passed", output)), default=int(verdict == "ok"))
+    count = f"{passed} tests" if part.tests else ""
+    lines = [f"{name:42s} {verdict:8s} {count:12s} {time.time() - begun:5.0f} s"]
+    if verdict != "ok":
+        lines.append(f"--- output of: {' '.join(part.line)}\n{without_frames_of_launchers(output)}")
+        lines.append(f"--- end of the output of {name}")
+        for test in failed:
+            again = [".venv/bin/python", "scripts/checks/run_tests.py", name, "--test", test]
+            lines.append(f"--- run it again: {shlex.join(again)}")
+    print("\n".join(lines), flush=True)
+    return verdict == "ok", passed
 
 
-def run(
-    parts: Mapping[str, Part], shares: list[list[int]], show: bool
-) -> Iterator[tuple[Running, int | None, str]]:
-    """Run parts at the same time, one on each share of the cores.
+def end(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
-    Yield each part when it ends, with its exit code (None: out of time) and output.
+
+def failed_tests(diary: Path) -> list[str]:
+    """The ids of the failed tests. If none failed, of those that some rank began and none ended.
+
+    diary: what tests/conftest.py wrote, if it did. Ranks that hang are killed before pytest can
+        report, and what they do report is cut and mixed.
     """
-    waiting, free, running = list(parts.items()), list(shares), []
-    try:
-        while waiting or running:
-            while waiting and free:
-                running.append(Running(*waiting.pop(0), free.pop(0), show))
-            time.sleep(0.1)
-            for one in [one for one in running if not one.goes_on()]:
-                running.remove(one)
-                free.append(one.cores)
-                yield one, *one.end()
-    finally:
-        for one in running:
-            one.end(gently=False)
+    lines = diary.read_text().splitlines() if diary.exists() else []
+    found = [line.partition(" ")[::2] for line in lines]
+    failed = [test for word, test in found if word == "failed"]
+    under_way = collections.Counter(test for word, test in found if word == "began")
+    under_way.subtract(test for word, test in found if word == "ended")
+    return list(dict.fromkeys(failed)) or [test for test, ranks in under_way.items() if ranks > 0]
 
 
 def without_frames_of_launchers(output: str) -> str:
@@ -323,23 +273,21 @@ def without_frames_of_launchers(output: str) -> str:
     return re.sub(f"{of_torchrun}|{frame_of_pytest}", "", output)
 
 
-def tell(one: Running, code: int | None, output: str) -> int:
-    """Print a line about a part that ended, and all output if it failed. Return how many passed."""
-    # Ranks run the same tests, so the smallest count is the number of tests that passed on all of
-    # them.
-    counts = [int(n) for n in re.findall(r"(\d+) passed", output)]
-    verdict = "ok" if code == 0 else f"FAILED: exit code {code}"
-    if code is None:
-        verdict = f"FAILED: not done after {one.part.limit} s"
-    took, count = time.time() - one.begun, f"{min(counts)} tests" if counts else ""
-    print(f"{one.name:42s} {verdict:8s} {count:12s} {took:5.0f} s", flush=True)
-    if code != 0:
-        print(f"--- output of: {' '.join(one.part.command)}\n{without_frames_of_launchers(output)}")
-        print(f"--- end of the output of {one.name}")
-        for test in failed_tests(one.diary):
-            again = [".venv/bin/python", "scripts/checks/run_tests.py", one.name, "--test", test]
-            print(f"--- run it again: {shlex.join(again)}", flush=True)
-    return min(counts, default=1 if code == 0 else 0)
+def run_all(
+    parts: dict[str, Part], shares: list[list[int]], show: bool
+) -> dict[str, tuple[bool, int]]:
+    """Run parts at the same time, one on each share of the cores. Return what `run` does."""
+    # What a thread starts has the cores of the thread.
+    threads = futures.ThreadPoolExecutor(
+        len(shares), initializer=lambda: os.sched_setaffinity(0, shares.pop())
+    )
+    try:
+        ends = {name: threads.submit(run, name, part, show) for name, part in parts.items()}
+        return {name: future.result() for name, future in ends.items()}
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        for process in list(running):
+            end(process)
 
 
 def main() -> int:
@@ -354,34 +302,27 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="show all output, at once")
     arguments = parser.parse_args()
     among = LONG if arguments.long else GPU if arguments.gpu else SHORT
-    among = PARTS if arguments.parts else among
-    wanted = {
-        name: part.of(arguments.test) if arguments.test else part
-        for name, part in among.items()
-        if not arguments.parts or name.startswith(tuple(arguments.parts))
-    }
-    if arguments.test:  # a part asked for by its whole name
-        wanted = {name: part for name, part in wanted.items() if name in arguments.parts} or wanted
-    if not wanted:
+    if arguments.parts:
+        among = {n: part for n, part in PARTS.items() if n.startswith(tuple(arguments.parts))}
+    if arguments.test:  # of a part whose whole name is given, or else of all that begin so
+        among = {n: part for n, part in among.items() if n in arguments.parts} or among
+        changes = {"tests": arguments.test, "marks": ALL}
+        among = {n: dataclasses.replace(part, **changes) for n, part in among.items() if part.tests}
+    if not among:
         parser.error(f"no part begins so; there are: {names}")
 
-    failed, passed, started = [], 0, time.time()
+    started = time.time()
     # A part takes little longer on one core than on two: between two cores its ranks would wake
     # each other all the time.
-    cores = sorted(os.sched_getaffinity(0))
-    shares = [cores[first::4] for first in range(min(len(cores), 4))]
-    together, alone = (
-        {name: part for name, part in wanted.items() if part.alone == apart}
-        for apart in (False, True)
-    )
-    for one, code, output in itertools.chain(
-        run(together, shares, arguments.show), run(alone, [cores], arguments.show)
-    ):
-        passed += tell(one, code, output)
-        failed += [one.name] * (code != 0)
+    shares = [CORES[first::4] for first in range(min(len(CORES), 4))]
+    together = {name: part for name, part in among.items() if not part.alone}
+    alone = {name: part for name, part in among.items() if part.alone}
+    ends = run_all(together, shares, arguments.show) if together else {}
+    ends |= run_all(alone, [CORES], arguments.show) if alone else {}
+    failed = [name for name, (succeeded, _) in ends.items() if not succeeded]
     took = f"all of it took {time.time() - started:.0f} s"
     print(f"{took}{'; failed: ' + ', '.join(failed) if failed else ''}")
-    print(f"{passed} passed, {len(failed)} failed")
+    print(f"{sum(passed for _, passed in ends.values())} passed, {len(failed)} failed")
     return 1 if failed else 0
 
 

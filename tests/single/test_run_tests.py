@@ -1,14 +1,14 @@
 """What run_tests.py says of a part that failed."""
 
-import diary
+import run_tests
 
 
 def test_what_failed_or_hangs_is_read_from_the_diary(tmp_path):
     path = tmp_path / "diary"
-    assert diary.failed_tests(path) == []
+    assert run_tests.failed_tests(path) == []
     one, two = "tests/a.py::one[x - y]", "tests/a.py::two"
     path.write_text(f"began {one}\nbegan {one}\nended {one}\nended {one}\nbegan {two}\n")
-    assert diary.failed_tests(path) == [two]
+    assert run_tests.failed_tests(path) == [two]
     with path.open("a") as more:
         more.write(f"failed {one}\nfailed {one}\n")
-    assert diary.failed_tests(path) == [one]
+    assert run_tests.failed_tests(path) == [one]
