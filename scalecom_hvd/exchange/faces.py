@@ -1,7 +1,7 @@
 """What the optimizers of all faces have in common: local steps, and names of parameters and groups.
 
 An optimizer that takes local steps is the user's own, with some methods replaced by those below.
-Imports local_steps, optimizer_gradients, methods, undo and unused_averages.
+Imports local_steps, optimizer_gradients, methods and unused_averages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.optimizer_gradients import OptimizerGradients
 from scalecom_hvd.exchange.outer_step import Outer
 from scalecom_hvd.exchange.rounds_alive import any_held, rounds_of
-from scalecom_hvd.exchange.undo import Remembered
 from scalecom_hvd.exchange.unused_averages import end_step_by_error
 from scalecom_hvd.schedule import Schedule
 
@@ -83,8 +82,8 @@ def local_members(
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step on this rank's own parameters, and synchronise if that is due.
 
-        Every rank has to take every step. If a gradient is not finite in any evaluation of the
-        closure, the step changes nothing on this rank.
+        Every rank has to take every step. If a gradient is not finite, the step changes nothing on
+        this rank. Of a closure, only the first evaluation is checked.
         """
         check_parameters(self.param_groups, known, "synchronise")
         trained = [p for group in self.param_groups for p in group["params"]]
@@ -105,19 +104,17 @@ def local_members(
                 check_finite_gradients(trained)
                 return base.step(self)
 
+            is_first = True
+
             def checked() -> Any:
+                nonlocal is_first
                 result = closure()
-                check_finite_gradients(trained, result)
+                if is_first:  # later, the optimizer has changed parameters, and must go on
+                    is_first = False
+                    check_finite_gradients(trained, result)
                 return result
 
-            # The bad gradient may come in a later evaluation, when parameters and state have
-            # already changed.
-            before = Remembered(self.param_groups, self.state)
-            try:
-                return base.step(self, checked)
-            except NotFinite:
-                before.put_back()
-                raise
+            return base.step(self, checked)
 
         return local.step(take)
 
