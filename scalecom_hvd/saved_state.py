@@ -21,32 +21,16 @@ Saved = Mapping[str, Any]
 STATE_VERSION = 2
 # Settings that may differ between a checkpoint and the run that loads it: residues mean the same.
 _WARMUP = ("warmup_steps", "warmup_rate")
-# (planned_steps and step_ahead are settings of earlier releases.)
-_FREE_SETTINGS = (*_WARMUP, "total_steps", "flush", "nu", "planned_steps", "step_ahead")
+# (step_ahead is a setting of earlier states.)
+_FREE_SETTINGS = (*_WARMUP, "total_steps", "flush", "nu", "step_ahead")
 # Settings that may also differ for ScaleCom. They may not for other methods and quantisers, which
 # draw, or choose, bucket by bucket. (If leaders are staggered, they take other turns.)
 _FREE_FOR_SCALECOM = ("bucket_bytes",)
-# Settings that states of earlier releases do not name, and the values that they had.
-_BEFORE = {"bits": 32}
-# What a state of version 1 held besides its method's settings, which were next to these keys.
-_KEYS_OF_VERSION_1 = (
-    "version",
-    "step",
-    "config",
-    "residues",
-    "norms",
-    "buckets",
-    "ranks",
-    "offsets",
-    "method_state",
-    "local_steps",
-    "exchanges",  # TensorFlow's
-)
 
 
 def check_state(
     state: Mapping[str, Any], config: ScaleComConfig, settings: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> None:
     """Check that this is a state of one method, and of these settings.
 
     Args:
@@ -54,25 +38,21 @@ def check_state(
         config: the config of the run that loads it.
         settings: the other settings of its method, including the method's name.
 
-    Returns:
-        The state in the form of this version.
-
     Raises:
         ValueError: it is not; the error names what is wrong.
     """
-    needed = {"version", "step", "config", "residues"}
-    missing = (needed if state.get("version") == 1 else needed | {"settings"}) - set(state)
+    missing = {"version", "step", "config", "residues", "settings"} - set(state)
+    if state.get("version", STATE_VERSION) != STATE_VERSION:
+        raise ValueError(
+            f"this ScaleCom state has version {state['version']}, but this release reads only "
+            f"version {STATE_VERSION}. Load it with the release that saved it (version 1: 0.2.0), "
+            "or go on without loading the state (the residues start at zero)"
+        )
     if missing:
         raise ValueError(
             f"this is not a ScaleCom state: it lacks {', '.join(sorted(missing))}. Pass what "
             "ScaleCom.state_dict() gave"
         )
-    if state["version"] not in (1, STATE_VERSION):
-        raise ValueError(
-            f"this ScaleCom state has version {state['version']}, but this release reads only "
-            f"versions 1 and {STATE_VERSION}"
-        )
-    state = _of_version_1(state) if state["version"] == 1 else dict(state)
     theirs = state["settings"]
     if theirs != settings:
         names = dict.fromkeys([*settings, *theirs])
@@ -82,7 +62,7 @@ def check_state(
             f"{_listed(others, theirs, settings)}. Give the method and settings of the state, or "
             "go on without loading the state (the residues start at zero)"
         )
-    mine, saved = config.to_dict(), _BEFORE | state["config"]
+    mine, saved = config.to_dict(), state["config"]
     free = {*_FREE_SETTINGS, *(_FREE_FOR_SCALECOM if settings == {"method": "ScaleCom"} else ())}
     compared = (mine.keys() | saved.keys()) - free
     different = sorted(name for name in compared if mine.get(name) != saved.get(name))
@@ -92,33 +72,23 @@ def check_state(
             "the settings of the state, or, to change settings, go on without loading the state "
             "(the residues start at zero)"
         )
-    return state
 
 
-def without_choice(state: dict[str, Any], config: ScaleComConfig) -> dict[str, Any]:
+def without_choice(state: Saved, config: ScaleComConfig) -> dict[str, Any]:
     """The state. If this run's warm-up differs, lanes may too: look-ahead's choice is left out.
 
     Args:
-        state: what `check_state` gave.
+        state: what state_dict() gave.
         config: that of the run that loads it.
     """
     mine, saved = config.to_dict(), state["config"]
     if all(mine[name] == saved.get(name, mine[name]) for name in _WARMUP):
-        return state
+        return dict(state)
     kept = {key: value for key, value in state.items() if key != "offsets"}
     if "method_state" in state:
         tensors = {k: v for k, v in state["method_state"]["tensors"].items() if k != "scales"}
         kept["method_state"] = {**state["method_state"], "tensors": tensors}
     return kept
-
-
-def _of_version_1(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of version 1 in the form of version 2."""
-    settings = {key: value for key, value in state.items() if key not in _KEYS_OF_VERSION_1}
-    if "quantiser" in settings:  # blocks of values were called chunks
-        settings["quantiser"] = settings["quantiser"].replace("chunk=", "block=")
-    kept = {key: value for key, value in state.items() if key in _KEYS_OF_VERSION_1}
-    return kept | {"version": STATE_VERSION, "settings": {"method": "ScaleCom"} | settings}
 
 
 def check_shard(state: Mapping[str, Any], shard: tuple[int, int]) -> None:
@@ -208,7 +178,7 @@ def norms_of(state: Mapping[str, Any]) -> list[list[float]]:
     """The norms of the last three looks in a saved state, as training_warnings.Health keeps them.
 
     Args:
-        state: what state_dict() gave. A state that was saved before norms were kept has none.
+        state: what state_dict() gave. If its norms were deleted, it has none.
 
     Returns:
         Norms of what waited, and of gradients (2, 3); zeros where there were none.

@@ -584,15 +584,14 @@ class LocalSteps(Averager):
         """
         own = state["local_steps"]
         self._outer.load_state_dict(own)
-        self.taken, self._early = int(own["taken"]), int(own.get("early", 0))
+        self.taken, self._early = int(own["taken"]), int(own["early"])
         self._under_way = self._open = self._agreed = False
         self._journey = None
         # A state from before the first step knows no more than a newcomer does.
         self._knows, self.newcomer = self.taken > 0, self.taken == 0
         self.own.let_go()
         if "common" in own:
-            self._under_way = bool(own.get("under_way", True))
-            self._open = bool(own.get("open", True))
+            self._under_way, self._open = bool(own["under_way"]), bool(own["open"])
             for name, x in self.common.items():
                 x.copy_(own["common"][name])
             self.own.hold(own["local"])

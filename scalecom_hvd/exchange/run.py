@@ -164,7 +164,7 @@ class Run:
         state = self._loaded
         try:
             if state is not None:
-                self._checked(state)
+                self._check(state)
                 averager.check_state(state)
                 check_shard(state, shard_of(averager))
                 _note_rank(state, averager.collectives)
@@ -249,7 +249,8 @@ class Run:
             # Until there was nu, "step_ahead" said whether beta was 1 by default.
             self._method.settle(every_step=bool(saved.get("step_ahead", saved.get("nu") != 1)))
         residues, config = self.residues, self._method.config
-        state = without_choice(self._checked(state), config)
+        self._check(state)
+        state = without_choice(state, config)
         norms = norms_of(state)
         check_finite({name: bool(r.isfinite().all()) for name, r in state["residues"].items()})
         if self.averager is not None:
@@ -271,13 +272,13 @@ class Run:
             self.averager.agree_anew()
             self.averager.load_state_dict(state)
 
-    def _checked(self, state: Saved) -> dict[str, Any]:
-        """The state in today's form. Raises ValueError if it has other settings."""
+    def _check(self, state: Saved) -> None:
+        """Raise ValueError if a state has another version, or other settings."""
         config = self._method.config
         if "config" in state and not state.get("residues", True):
             # It was saved before there was an optimizer, when nothing said what beta is.
             state = {**state, "config": {**state["config"], "beta": config.beta}}
-        return check_state(state, config, self._method.settings)
+        check_state(state, config, self._method.settings)
 
     def _complete(self, complaint: str) -> None:
         if self.averager is not None:

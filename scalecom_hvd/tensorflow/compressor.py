@@ -120,21 +120,21 @@ class _Settings(tf.train.experimental.PythonState):
     def _settled(self, mixes_momentum: bool) -> ScaleComConfig:
         return self.config if self._is_settled else self._given.resolved(mixes_momentum)
 
-    def checked(self, state: Mapping[str, Any], has_residues: bool) -> dict[str, Any]:
-        """A saved state in today's form. If it has residues, it settles what is still open.
+    def check(self, state: Mapping[str, Any], has_residues: bool) -> None:
+        """Check a saved state. If it has residues, it settles what is still open.
 
         Raises:
-            ValueError: it has other settings.
+            ValueError: it has another version, or other settings.
         """
         saved = state.get("config", {})
         if not has_residues:  # perhaps saved when nothing said yet what beta is
             state = {**state, "config": {**saved, "beta": self.config.beta}}
-            return check_state(state, self.config, SETTINGS)
+            check_state(state, self.config, SETTINGS)
+            return
         # Until there was nu, "step_ahead" said whether beta was 1 by default.
         mixes_momentum = bool(saved.get("step_ahead", saved.get("nu") != 1))
-        state = check_state(state, self._settled(mixes_momentum), SETTINGS)
+        check_state(state, self._settled(mixes_momentum), SETTINGS)
         self.settle(mixes_momentum)
-        return state
 
     def serialize(self) -> str:
         saved = {"version": STATE_VERSION, "config": self.config.to_dict()}
@@ -142,7 +142,8 @@ class _Settings(tf.train.experimental.PythonState):
 
     def deserialize(self, string_value: str) -> None:
         saved = {"step": 0, "residues": {}, "settings": SETTINGS, **json.loads(string_value)}
-        self.note_place(self.checked(saved, "ranks" in saved))
+        self.check(saved, "ranks" in saved)
+        self.note_place(saved)
 
     def note_place(self, state: Mapping[str, Any]) -> None:
         self.place = {key: state[key] for key in ("rank", "ranks") if key in state}
@@ -498,7 +499,7 @@ class ScaleCom(Tracked, Compressor):
             ValueError: the state does not fit. The error names what is wrong: another model, other
                 settings, another version, or residues that are not finite.
         """
-        state = self._settings.checked(state, bool(state.get("residues", True)))
+        self._settings.check(state, bool(state.get("residues", True)))
         saved = dict(state["residues"])
         check_finite({name: bool(np.isfinite(residue).all()) for name, residue in saved.items()})
         known = {

@@ -134,41 +134,6 @@ def test_the_state_is_what_the_design_says():
     }
 
 
-def as_version_1(state):
-    """A state of version 1.
-
-    It had a method's settings among its own, and ScaleCom's settings named no method.
-    """
-    old = {key: value for key, value in state.items() if key not in ("settings", "rank")}
-    own = {key: value for key, value in state["settings"].items() if value != "ScaleCom"}
-    return old | own | {"version": 1}
-
-
-@pytest.mark.parametrize("method", ["ScaleCom", "LocalTopK", "RandomK"])
-def test_a_checkpoint_of_version_1_loads(method):
-    def begin(model):
-        return hvd.DistributedOptimizer(
-            torch.optim.SGD(model.values(), lr=0.1),
-            model.items(),
-            compression=getattr(hvd, method)(**SETTINGS),
-        )
-
-    straight = parameters(SHAPES)
-    optimizer = begin(straight)
-    run(optimizer, straight, range(3))
-    kept = as_version_1(through_a_file(optimizer.compression.state_dict()))
-    assert "settings" not in kept
-    resumed = parameters(SHAPES)
-    with torch.no_grad():
-        for name, parameter in resumed.items():
-            parameter.copy_(straight[name])
-    again = begin(resumed)
-    again.compression.load_state_dict(kept)
-    for one, model in ((optimizer, straight), (again, resumed)):
-        run(one, model, range(3, 6))
-    assert all(torch.equal(straight[name], resumed[name]) for name in SHAPES)
-
-
 def test_states_that_do_not_fit_are_refused():
     model = parameters(SHAPES)
     optimizer, compressor = make(hvd, model)
@@ -182,7 +147,7 @@ def test_states_that_do_not_fit_are_refused():
             {"version": 99},
             parameters(SHAPES),
             {},
-            "version 99, but this release reads only versions 1 and 2",
+            "version 99, but this release reads only version 2",
         ),
         ({}, other, {}, r"third has shape \(5000,\) in the state and \(6000,\) in the model"),
         (

@@ -25,7 +25,7 @@ def state(**other):
 
 
 def test_what_fits_passes():
-    assert check_state(state(), CONFIG, SCALECOM) == state()
+    check_state(state(), CONFIG, SCALECOM)
     other_buckets = CONFIG.replace(bucket_bytes=1000).to_dict()  # this changes no result
     check_state(state(config=other_buckets), CONFIG, SCALECOM)
     other, planned = {"method": "RandomK"}, CONFIG.replace(total_steps=9).to_dict()
@@ -43,35 +43,20 @@ def test_what_is_no_state():
         match=r"not a ScaleCom state: it lacks residues, step. Pass what ScaleCom.state_dict",
     ):
         check_state(incomplete, CONFIG, SCALECOM)
-    with pytest.raises(
-        ValueError, match="has version 99, but this release reads only versions 1 and 2"
-    ):
-        check_state(state(version=99), CONFIG, SCALECOM)
-
-
-def of_version_1(**other):
-    basis = {"version": 1, "step": 3, "config": CONFIG.to_dict(), "residues": {}}
-    return basis | {"norms": [[0, 0, 0]] * 2, "ranks": 2} | other
-
-
-def test_states_of_version_1_hold_their_methods_settings_among_their_own():
-    """ScaleCom's states named no method then, and blocks of values were called chunks."""
-    kept = {"norms": [[0, 0, 0]] * 2, "ranks": 2}
-    assert check_state(of_version_1(), CONFIG, SCALECOM) == state(**kept)
-    exchanges = {"exchanges": {"0": {"step": 3}}}  # of TensorFlow
-    assert check_state(of_version_1(**exchanges), CONFIG, SCALECOM) == state(**kept, **exchanges)
-    own = {"method": "MyMethod", "mu": 0.5}
-    upgraded = check_state(of_version_1(**own, offsets={}), CONFIG, own)
-    assert upgraded == state(**kept, settings=own, offsets={})
-    sign = SCALECOM | {"quantiser": "Sign(block=512)"}
-    check_state(of_version_1(quantiser="Sign(chunk=512)"), CONFIG, sign)
-    with pytest.raises(ValueError, match="made by another method.*mu=0.5 in the state and None"):
-        check_state(of_version_1(**own), CONFIG, {"method": "MyMethod"})
+    old = state(version=1, method="MyMethod")  # which had no settings
+    del old["settings"]
+    for other in (old, state(version=99)):
+        with pytest.raises(
+            ValueError,
+            match=rf"version {other['version']}, but this release reads only version 2. Load it "
+            r"with the release that saved it \(version 1: 0.2.0\), or go on without",
+        ):
+            check_state(other, CONFIG, SCALECOM)
 
 
 def test_settings_are_no_part_of_what_all_states_have():
     own = {"method": "MyMethod", "step": 7}
-    assert check_state(state(settings=own), CONFIG, own)["step"] == 3
+    check_state(state(settings=own), CONFIG, own)
     with pytest.raises(ValueError, match="method='ScaleCom' in the state and 'MyMethod' now, step"):
         check_state(state(), CONFIG, own)
 
@@ -95,7 +80,7 @@ def test_residues_of_other_settings():
 
 
 def test_norms_that_are_damaged():
-    assert norms_of(state()) == [[0, 0, 0], [0, 0, 0]]  # saved before 0.2.0
+    assert norms_of(state()) == [[0, 0, 0], [0, 0, 0]]  # deleted, as the error says
     assert norms_of(state(norms=[[1, 2, 3], (4, 5, 6)])) == [[1, 2, 3], [4, 5, 6]]
     for norms in ([[1, 2, 3]], [[1, 2, 3], [4, 5, np.nan]]):
         with pytest.raises(ValueError, match="damaged: its norms are .*Load an older state"):
