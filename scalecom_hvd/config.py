@@ -82,17 +82,16 @@ class ScaleComConfig:
     dense: Sequence[str] = ()
     """Globs on the names of parameters that are sent whole. They win over `rates`.
 
-    "auto:output" and "auto:first" stand for the last and the first layer, in the order of
-    `named_parameters`; a model of one layer has neither. If the output layer shares its weight with
-    the embedding, that weight is not listed last: name it, `dense=["embedding.*"]`. With 32 bits
-    the output layer matters most.
+    "auto:output" stands for the last layer, in the order of `named_parameters`; a model of one
+    layer has none. If the output layer shares its weight with the embedding, that weight is not
+    listed last: name it, `dense=["embedding.*"]`. With 32 bits the output layer matters most.
     """
 
     rates: Mapping[str, float] | None = None
     """Rates of some parameters, by globs on their names.
 
     An example is {"conv*": 25, "embed.*": 400}. The first match wins, and other parameters get
-    `rate`. "auto:output" and "auto:first" are names here too: `rates={"auto:output": 4}`.
+    `rate`. "auto:output" is a name here too: `rates={"auto:output": 4}`.
     `rates_from_flops(model, example_inputs, batch_size)` computes the rates of the paper's guide,
     which is meant for 32 bits.
     """
@@ -261,9 +260,10 @@ class ScaleComConfig:
     def _check_automatic(self) -> None:
         for setting, globs in (("dense", self.dense), ("rates", self.rates or ())):
             for glob in filter(_is_automatic, globs):
-                if glob not in ("auto:first", "auto:output"):
+                if glob != "auto:output":
                     raise ValueError(
-                        f"{setting} accepts 'auto:first' and 'auto:output', not {glob!r}"
+                        f"{setting} accepts 'auto:output', but not {glob!r}: name that layer's "
+                        "parameters, such as 'conv1.*'"
                     )
                 if setting == "rates" and glob in self.dense:
                     raise ValueError(
@@ -504,7 +504,7 @@ def _check_names(names: Iterable[str], complaint: str, spell: Callable[[str], st
 
 def _matching(glob: str, shapes: Mapping[str, tuple[int, ...]], setting: str) -> list[str]:
     if _is_automatic(glob):
-        return _automatic(glob, shapes, setting)
+        return _output_layer(shapes, setting)
     matched = [name for name in shapes if fnmatchcase(name, glob)]
     if not matched:
         near = difflib.get_close_matches(glob, shapes, n=3, cutoff=0.4) or list(shapes)[:3]
@@ -519,8 +519,8 @@ def _is_automatic(glob: str) -> bool:
     return glob.startswith("auto:")
 
 
-def _automatic(glob: str, shapes: Mapping[str, tuple[int, ...]], setting: str) -> list[str]:
-    """The parameters of the first or the last layer that has a weight, in the order given.
+def _output_layer(shapes: Mapping[str, tuple[int, ...]], setting: str) -> list[str]:
+    """The parameters of the last layer that has a weight, in the order given.
 
     A weight has two dimensions or more.
     """
@@ -536,5 +536,4 @@ def _automatic(glob: str, shapes: Mapping[str, tuple[int, ...]], setting: str) -
     # If the only layer were sent whole, nothing would be left to compress.
     if len({layer(name) for name in weights}) < (2 if setting == "dense" else 1):
         return []
-    wanted = layer(weights[0] if glob == "auto:first" else weights[-1])
-    return [name for name in shapes if layer(name) == wanted]
+    return [name for name in shapes if layer(name) == layer(weights[-1])]

@@ -46,7 +46,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 CIRCUMSTANCES: dict[str, methods.Settings] = {
     "warm-up": {"warmup_steps": 3},
     "dense": {"dense": ["auto:output", "odd"]},
-    "rates": {"dense": ["auto:first"], "rates": {"o*": 5, "second": 200}},
+    "rates": {"dense": ["first"], "rates": {"o*": 5, "second": 200}},
     "small buckets": {"bucket_bytes": 5000},
     "float64 residues": {"residue_dtype": "float64"},
     "groups": {"groups": GROUPS},

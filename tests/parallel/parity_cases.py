@@ -32,7 +32,7 @@ CASES = {
     "warm-up, rates, dense; look-ahead": {
         "rate": 100,
         "rates": {"n64*": 10, "matrix": 1000},
-        "dense": ["embedding", "auto:first"],
+        "dense": ["embedding", "matrix"],
         "warmup_steps": 5,
         "lookahead": True,
     },

@@ -50,8 +50,12 @@ from scalecom_hvd.config import float16_limit
         ({"selection": ["lanes"]}, ValueError, "selection must be one of"),
         ({"leader": None}, ValueError, "leader must be one of 'cyclic', 'staggered', not None"),
         ({"lookahead": None}, TypeError, "lookahead must be True or False"),
-        ({"dense": ["auto:last"]}, ValueError, "'auto:first' and 'auto:output', not 'auto:last'"),
-        ({"rates": {"auto:last": 2}}, ValueError, "rates accepts 'auto:first' and 'auto:output'"),
+        (
+            {"dense": ["auto:first"]},
+            ValueError,
+            r"dense accepts 'auto:output', but not 'auto:first': name .*such as 'conv1\.\*'",
+        ),
+        ({"rates": {"auto:first": 2}}, ValueError, "rates accepts 'auto:output', but not"),
         (
             {"rates": {"auto:output": 8}, "dense": ["auto:output"]},
             ValueError,
@@ -134,7 +138,7 @@ def test_wrong_environment_and_files(tmp_path, monkeypatch):
             "SCALECOM_DENSE",
             "auto:last",
             ValueError,
-            "'auto:first' and 'auto:output', not 'auto:last'",
+            "dense accepts 'auto:output', but not 'auto:last'",
         ),
         ("SCALECOM_DENSE", "[3]", TypeError, "dense must be a list of globs"),
         (
@@ -234,10 +238,10 @@ def test_which_tensors_are_compressed():
     assert ScaleComConfig().rates_for(SHAPES)["head.weight"] == 8
     assert ScaleComConfig(bits=32).rates_for(SHAPES)["head.weight"] == 100
     one_layer = {"weight": (100, 100), "bias": (100,)}
-    both_ends = ScaleComConfig(dense=["auto:first", "auto:output"])
-    assert both_ends.rates_for(one_layer) == {"weight": 8, "bias": 1}
+    output = ScaleComConfig(dense=["auto:output"])
+    assert output.rates_for(one_layer) == {"weight": 8, "bias": 1}
     chosen = ScaleComConfig(
-        rates={"conv.*": 25, "*.weight": 400}, dense=["auto:first", "auto:output", "norm.*"]
+        rates={"conv.*": 25, "*.weight": 400}, dense=["embed.*", "auto:output", "norm.*"]
     ).rates_for(SHAPES)
     assert chosen == {
         "embed.weight": 1,
@@ -248,7 +252,7 @@ def test_which_tensors_are_compressed():
         "head.bias": 1,
         "final_norm.weight": 400,
     }
-    ends = ScaleComConfig(rates={"auto:output": 8, "auto:first": 20, "*.weight": 50}, dense=[])
+    ends = ScaleComConfig(rates={"auto:output": 8, "embed.*": 20, "*.weight": 50}, dense=[])
     assert ends.rates_for(SHAPES) == {
         name: {"embed.weight": 20, "head.weight": 8, "conv.bias": 1, "head.bias": 1}.get(name, 50)
         for name in SHAPES

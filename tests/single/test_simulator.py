@@ -106,7 +106,7 @@ MODES = [
     {"bits": 2, "rate": 7.5, "lookahead": True, "warmup_steps": 2, "beta": 1.0},
     {"warmup_steps": 5, "warmup_rate": 4, "bits": 3, "rate": 16},
     {"warmup_steps": 5, "warmup_rate": 10, "rates": {"n64*": 7, "matrix": 1000}, "lookahead": True},
-    {"warmup_steps": 5, "beta": 1.0, "dense": ["auto:first"]},
+    {"warmup_steps": 5, "beta": 1.0, "dense": ["matrix"]},
     {"warmup_steps": 5, "lookahead": True, "rates": {"n64*": 10, "matrix": 1000}},
 ]
 
