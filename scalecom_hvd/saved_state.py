@@ -142,7 +142,7 @@ def check_rounds(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     Raises:
         ValueError: it is not.
     """
-    if ("common" in state) != ("local" in state) or "start" in state:  # once, each rank had an H
+    if ("common" in state) != ("local" in state):
         raise ValueError(
             "the state's local steps follow another kind of schedule: give the same local_steps, "
             "or go on without loading the state"

@@ -2,8 +2,7 @@
 
 This is algorithm 1 of Qsparse-local-SGD (Basu et al., 2019, arXiv 1906.02367), in which all ranks
 synchronise after the same steps. x are the common parameters, x_i are worker i's, and m_i is its
-residue. (In algorithm 2, each rank synchronises after steps of its own. Only simulated ranks can
-do that: asynchronous_steps.py.)
+residue.
 
     H times:   x_i    <- optimizer_i(x_i, gradient_i)
     then:      acc_i   = m_i + (x - x_i)

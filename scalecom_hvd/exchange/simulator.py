@@ -6,7 +6,7 @@ nobody will ever submit, this is an error at once, never a hang. Collectives mee
 made in the order of ranks.
 
 This is for studies with more workers than there are machines, and for tests. Imports local_steps,
-asynchronous_steps, methods and the rooms below.
+methods and the rooms below.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from scalecom_hvd.agreement import Numbers
-from scalecom_hvd.exchange.asynchronous_steps import AsynchronousSteps
 from scalecom_hvd.exchange.bucket_plan import Groups
 from scalecom_hvd.exchange.collectives import SUMMED, CollectiveError
 from scalecom_hvd.exchange.devices import Point, recorded
@@ -359,8 +358,6 @@ class Simulation:
         compression: the method's class.
         local_steps, outer, overlap, fragments, clip_changes: as in DistributedOptimizer. With local
             steps, call `take_steps` instead of `step`, and give every rank parameters of its own.
-            local_steps may also be a list with each rank's own H (see asynchronous_steps.py). Then
-            leave out outer, overlap, fragments and clip_changes.
         stepped: {name: parameter} that the script's optimizer steps by the averages. The method
             makes its momentum quasi-hyperbolic, as on real ranks. None: it stays as it is.
         **settings: what the method's class takes: config=, loss_scale=, and fields of
@@ -369,7 +366,7 @@ class Simulation:
     Attributes:
         parameters, compressors, collectives, exchanges: each rank's parameters, method, collectives
             and Exchange.
-        locals: each rank's LocalSteps, or AsynchronousSteps. Empty without local steps.
+        locals: each rank's LocalSteps. Empty without local steps.
 
     Example:
         >>> simulation = Simulation(4, lambda rank: dict(make_model().named_parameters()))
@@ -385,7 +382,7 @@ class Simulation:
         predivide: float = 1.0,
         groups: Groups | None = None,
         compression: Callable[..., Method] = ScaleCom,
-        local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
+        local_steps: int | Mapping[int, int] | None = None,
         outer: Outer | None = None,
         overlap: int = 0,
         fragments: int = 1,
@@ -403,7 +400,7 @@ class Simulation:
         for method in self.compressors:
             method.settle(every_step=stepped is not None)
         self.exchanges: list[Exchange] = []
-        self.locals: list[LocalSteps | AsynchronousSteps] = []
+        self.locals: list[LocalSteps] = []
         ranks = zip(self.parameters, self.compressors, self.collectives, strict=True)
         for parameters, method, collectives in ranks:
             if local_steps is None:
@@ -411,25 +408,16 @@ class Simulation:
                     parameters, method, collectives, groups=groups, face=StartsAlike(parameters)
                 )
             else:
-                local: LocalSteps | AsynchronousSteps
-                if isinstance(local_steps, Sequence):
-                    if outer or overlap or fragments > 1 or clip_changes is not None or groups:
-                        raise ValueError(
-                            "a list of local_steps excludes outer, overlap, fragments, "
-                            "clip_changes and groups: leave them out"
-                        )
-                    local = AsynchronousSteps(parameters, method, collectives, local_steps)
-                else:
-                    local = LocalSteps(
-                        parameters,
-                        method,
-                        collectives,
-                        Schedule(local_steps, fragments),
-                        groups,
-                        outer=outer,
-                        overlap=overlap,
-                        clip_changes=clip_changes,
-                    )
+                local = LocalSteps(
+                    parameters,
+                    method,
+                    collectives,
+                    Schedule(local_steps, fragments),
+                    groups,
+                    outer=outer,
+                    overlap=overlap,
+                    clip_changes=clip_changes,
+                )
                 self.locals.append(local)
                 exchange = local.exchange
             self.exchanges.append(exchange)
@@ -490,7 +478,7 @@ class Simulation:
         Call this before state_dict(). On real ranks state_dict() waits by itself, but simulated
         ranks cannot wait outside a step.
         """
-        self._run([local.collect for local in self.locals if isinstance(local, LocalSteps)])
+        self._run([local.collect for local in self.locals])
 
     def _run(self, tasks: Sequence[Task]) -> list[Any]:
         try:

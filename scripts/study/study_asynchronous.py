@@ -2,33 +2,74 @@
 
 This is Qsparse-local-SGD, algorithm 2 (Basu et al., 2019, arXiv 1906.02367): each rank synchronises
 after its own number of steps. On real ranks this saves nothing, because no collective lets a rank
-run ahead of the others. So only the simulator has it, to compare it with algorithm 1
-(local_steps.py). Below, x stands for the common parameters, and start_i for the x_i of rank i's
-last synchronisation.
+run ahead of the others. So only simulated ranks have it, to compare it with algorithm 1
+(scalecom_hvd/exchange/local_steps.py). Below, x stands for the common parameters, and start_i for
+the x_i of rank i's last synchronisation.
 
     every step:   x_i <- optimizer_i(x_i, gradient_i)
     if any rank synchronises after it:
         the ranks that synchronise send start_i - x_i; the others send nothing
         x <- x - the average over all ranks
         on the ranks that synchronise: x_i, start_i <- x
-
-Imports exchange, methods/base and the rooms below.
 """
 
 from __future__ import annotations
 
+import functools
 import random
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any
 
 import torch
 
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.gradients import wide_dtype
-from scalecom_hvd.exchange.methods.base import Method
+from scalecom_hvd.exchange.methods import Method
+from scalecom_hvd.exchange.simulator import Network, SimulatedCollectives
 
-Result = TypeVar("Result")
+
+class AsynchronousRanks:
+    """Simulated ranks that take local steps, each with its own H.
+
+    Args:
+        ranks: the H of every rank.
+        make_parameters: a function that is called with a rank, and returns its
+            {name: torch.nn.Parameter} in the model's order.
+        compression: the method's class.
+        **settings: what the method's class takes.
+
+    Attributes:
+        parameters, methods: each rank's parameters and method.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        make_parameters: Callable[[int], dict[str, torch.Tensor]],
+        compression: Callable[..., Method],
+        **settings: Any,
+    ) -> None:
+        self._network = Network(len(ranks))
+        weakref.finalize(self, self._network.close)
+        self.parameters = [make_parameters(rank) for rank in range(len(ranks))]
+        self.methods = [compression(**settings) for _ in ranks]
+        self._steps = [
+            AsynchronousSteps(parameters, method, SimulatedCollectives(self._network, rank), ranks)
+            for rank, (parameters, method) in enumerate(
+                zip(self.parameters, self.methods, strict=True)
+            )
+        ]
+
+    def take_steps(self, takes: Sequence[Callable[[], object]]) -> None:
+        """Let every rank's own optimizer take a step, and synchronise the ranks that are due."""
+        steps = zip(self._steps, takes, strict=True)
+        self._network.run([functools.partial(own.step, take) for own, take in steps])
+
+    def synchronise(self) -> None:
+        """Synchronise all ranks now."""
+        self._network.run([own.synchronise for own in self._steps])
 
 
 class AsynchronousSteps:
@@ -58,12 +99,12 @@ class AsynchronousSteps:
     ) -> None:
         if method.config.lookahead:
             raise ValueError(
-                "lookahead does not work with a list of local_steps, because it must know which "
-                "ranks synchronise next: leave lookahead out"
+                "lookahead does not work here, because it must know which ranks synchronise next: "
+                "leave lookahead out"
             )
         if len(ranks) != collectives.size or min(ranks) < 1:
             raise ValueError(
-                "local_steps must list one number of steps (at least 1) for each of the "
+                "there must be one number of steps (at least 1) for each of the "
                 f"{collectives.size} ranks, not {list(ranks)}"
             )
         self._parameters, self._ranks = parameters, ranks
@@ -75,14 +116,13 @@ class AsynchronousSteps:
         self._starts = {name: x.detach().clone() for name, x in self.common.items()}
         self.exchange = _Exchange(self.common, method, collectives, ranks)
 
-    def step(self, take: Callable[[], Result]) -> Result:
+    def step(self, take: Callable[[], object]) -> None:
         """Take one step of this rank's own optimizer, and synchronise if that is due."""
-        result = take()
+        take()
         self._taken += 1
         due = _due(self._ranks, self._taken)
         if due:
             self._synchronise(due)
-        return result
 
     def synchronise(self) -> None:
         """Synchronise all ranks now."""
