@@ -23,7 +23,7 @@ class Momentum(Method):
         **settings: see Method.
     """
 
-    has_leader = True
+    uses = ("leader", "selection")
 
     def __init__(self, *, momentum: float = 0.9, **settings: Any) -> None:
         super().__init__(**settings)

@@ -15,7 +15,7 @@ Why there are waves: if a rank got far while gradients arrived, some of its chan
 their second bucket. Which channels these are differs from rank to rank. If a rank waited for such a
 bucket before it ended the first wave, it could wait for a rank that waits for it.
 
-Imports bucket, collectives, devices and methods/base.
+Imports bucket, collectives, devices and methods/state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.profiler import record_function
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import LAST, Collectives, Step, Wait
 from scalecom_hvd.exchange.devices import HostCopy
-from scalecom_hvd.exchange.methods.base import State
+from scalecom_hvd.exchange.methods.state import State
 
 # For the buckets of one exchange. Each channel may cost a transport threads, and connections to all
 # other ranks.

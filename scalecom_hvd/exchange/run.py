@@ -51,7 +51,8 @@ from scalecom_hvd.saved_state import (
 )
 
 if TYPE_CHECKING:
-    from scalecom_hvd.exchange.methods.base import Method, State
+    from scalecom_hvd.exchange.methods.base import Method
+    from scalecom_hvd.exchange.methods.state import State
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -211,7 +212,7 @@ class Run:
             travelled = [way for way, count in ways.items() if numbers.get(count)]
             values = " and ".join(travelled) or None
             numbers |= {"quantiser": repr(method.quantiser), "values": values}
-        if not method.has_leader:
+        if "leader" not in method.uses:
             numbers.pop("leader", None)
         if method.sends_all and "rate" in numbers:
             numbers["rate"] = 1.0

@@ -132,7 +132,7 @@ class ScaleCom(methods.ScaleCom):
         if self.run.averager is not None:
             return
         for asked, what in (
-            (self._quantiser_settings, f"quantiser={self.quantiser!r}"),
+            (self.quantiser.rounds, f"quantiser={self.quantiser!r}"),
             (self.config.wire_dtype, f"wire_dtype={self.config.wire_dtype!r}"),
             (self.config.warmup_rate > 1, f"warmup_rate={self.config.warmup_rate:g}"),
         ):

@@ -31,8 +31,6 @@ class DeMo(hvd.Method):
         **fields: fields of ScaleComConfig; beta is 1.
     """
 
-    always_gathers = True
-
     def __init__(self, *, decay: float = 0.999, **fields: Any) -> None:
         super().__init__(**{"beta": 1.0} | fields)
         self.decay = decay

@@ -94,7 +94,7 @@ def draw(seed):
         "bucket_bytes": dice.choice([3000, 8000, 10**7]),
         "warmup_steps": dice.choice([0, 0, 2]),
     }
-    unknown = getattr(ddp, method).unused
+    unknown = {*ddp.ScaleCom.uses} - {*getattr(ddp, method).uses}
     settings = {name: value for name, value in settings.items() if name not in unknown}
     changes = [name for name in CHANGES if name != "mask"]
     return {

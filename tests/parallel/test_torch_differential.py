@@ -444,9 +444,10 @@ class Run:
                 fields["named_parameters"] = parameters.items()
                 for name in ("wire_dtype", "warmup_rate"):  # Horovod's own optimizer refuses them
                     fields.pop(name, None)
+            unused = {*hvd.ScaleCom.uses} - {*method.uses}
             compression = method(
                 loss_scale=lambda: self.scale_now[model],
-                **{name: value for name, value in fields.items() if name not in method.unused},
+                **{name: value for name, value in fields.items() if name not in unused},
             )
         if program.groups is not None and self.library is hvd:
             groups = program.groups

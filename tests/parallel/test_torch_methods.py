@@ -611,7 +611,7 @@ def test_settings_that_mean_nothing_are_refused(method, fields, monkeypatch):
         "wire_dtype": "float16",
         "selection": "exact",
     }.items():
-        if setting in method.unused:
+        if setting not in method.uses:
             with pytest.raises(ValueError, match=f"{setting} means nothing to {method.__name__}"):
                 method(**{setting: value})
     with pytest.raises(ValueError, match="did you mean"):

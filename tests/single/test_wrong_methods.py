@@ -299,17 +299,14 @@ def test_a_subclass_of_scalecom_that_takes_values_as_they_are_is_told_so():
 
 
 def test_a_method_that_does_not_take_few_bits_has_them_refused():
-    class OfItsOwn(Right):
-        unused = ()
-
     def make(**settings):
         return Simulation(
             2,
             lambda rank: {"w": torch.nn.Parameter(torch.zeros(60, 50))},
-            compression=OfItsOwn,
+            compression=Right,
             **settings,
         )
 
-    with pytest.raises(ValueError, match="bits means nothing to OfItsOwn"):
+    with pytest.raises(ValueError, match="bits means nothing to Right"):
         make(bits=3)
     assert make(bits=32).compressors[0].config.rate == 100

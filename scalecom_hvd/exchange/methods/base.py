@@ -6,12 +6,11 @@ waits for. What the bucket was told is committed or rolled back with the step, a
 Users pass a `Method` as `compression=`. It holds settings; its run holds residues and states
 (run.py).
 
-Imports loss_scale, momentum, run, bucket_collectives, bucket and the rooms below.
+Imports loss_scale, momentum, run, bucket_collectives, state, bucket and the rooms below.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
@@ -22,48 +21,18 @@ from scalecom_hvd.bucket_layout import Stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.bucket import Bucket
-from scalecom_hvd.exchange.collectives import Collectives, Step, Wait
+from scalecom_hvd.exchange.collectives import Collectives, Step
 from scalecom_hvd.exchange.loss_scale import LossScale
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
+from scalecom_hvd.exchange.methods.state import State
 from scalecom_hvd.exchange.momentum import QuasiHyperbolic
 from scalecom_hvd.exchange.quantisers import Quantiser, quantiser_of
 from scalecom_hvd.exchange.residue import CompressedTensor, Residues
 from scalecom_hvd.exchange.run import Run
 from scalecom_hvd.saved_state import Saved
 
-TensorStates = Mapping[str, Mapping[str, torch.Tensor]]
-"""{name of a compressed tensor: {what: tensor}}."""
-
-
-@dataclasses.dataclass(frozen=True)
-class State:
-    """What a method knows about one bucket from earlier steps.
-
-    `Method.step` is given a State, and returns the next one. It changes nothing in place, because
-    the step may still be skipped. The next State is dropped then.
-
-    Attributes:
-        step: the number of this step.
-        tensors: {name: {what: tensor}} of this bucket's compressed tensors. A tensor that is
-            missing from the next State keeps what it has.
-        method: {what: tensor or number} of the whole method. All buckets of a step are given the
-            same. If several buckets change it, the last bucket's values are kept, so `steps + 1`
-            counts steps.
-        whole_next: whether the next step is sent whole. If it is, look-ahead does not choose for
-            it.
-        arrives: the collective that completes the State in the next step, if the method left one
-            under way, as look-ahead does.
-    """
-
-    step: int
-    tensors: TensorStates
-    method: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    whole_next: bool = False
-    arrives: Wait[torch.Tensor] | None = None
-
-
-# Settings that say how ScaleCom's leader chooses and sends.
-_LEADERS_SETTINGS = ("leader", "lookahead", "wire_dtype")
+OPTIONAL = ("bits", "leader", "lookahead", "quantiser", "selection", "wire_dtype")
+"""Settings that not every method has a use for."""
 
 
 class Method:
@@ -87,18 +56,11 @@ class Method:
         ValueError, TypeError: a setting cannot work, or means nothing to the method.
     """
 
-    unused: ClassVar[tuple[str, ...]] = _LEADERS_SETTINGS
-    """Fields of ScaleComConfig that this method has no use for."""
-    has_leader: ClassVar[bool] = False
-    """Whether one rank chooses for all, so that stats() name it."""
+    uses: ClassVar[tuple[str, ...]] = ("selection",)
+    """Those of OPTIONAL that this method has a use for: "leader" if one rank chooses for all, and
+    "bits" if values may be integers, which bucket.take_and_accumulate() makes."""
     sends_all: ClassVar[bool] = False
     """Whether every element travels, so that stats()["rate"] is 1."""
-    takes_quantiser: ClassVar[bool] = False
-    """Whether it takes a quantiser for its values."""
-    takes_few_bits: ClassVar[bool] = False
-    """Whether its values may be integers of few bits, which bucket.take_and_accumulate() makes."""
-    always_gathers: bool = False
-    """Whether ranks choose different indices, so that no sum can be made of their values."""
     equal_state: ClassVar[tuple[str, ...]] = ()
     """The parts of the method's state, and of its tensors' states, that are the same on all ranks.
     If they differ, because some come from another step, all ranks begin them anew."""
@@ -113,10 +75,10 @@ class Method:
         **fields: Any,
     ) -> None:
         name = type(self).__name__
-        if quantiser is not None and not self.takes_quantiser:
+        if quantiser is not None and "quantiser" not in self.uses:
             raise ValueError(
                 f"a quantiser means nothing to {name}: leave it out, or use ScaleCom, LocalTopK or "
-                "RandomK. In a method of your own, set takes_quantiser"
+                "RandomK. In a method of your own, name it in `uses`"
             )
         config = config if config is not None else ScaleComConfig.from_env()
         self.quantiser = quantiser_of(quantiser)
@@ -125,7 +87,7 @@ class Method:
         self._open = [name for name in ("beta", "nu") if getattr(config, name) is None]
         self.config = self._resolved(config)
         defaults = self._resolved(ScaleComConfig())
-        for field in (*self.unused, *(() if self.takes_few_bits else ("bits",))):
+        for field in sorted({*OPTIONAL} - {"quantiser", *self.uses}):
             if getattr(self.config, field) != getattr(defaults, field):
                 raise ValueError(
                     f"{field} means nothing to {name}: leave it out, and unset "
@@ -191,19 +153,15 @@ class Method:
 
         The values are JSON. A method adds its own to them: super().settings | {"mu": self.mu}.
         """
-        return {"method": type(self).__name__} | self._quantiser_settings
+        rounds = {"quantiser": repr(self.quantiser)} if self.quantiser.rounds else {}
+        return {"method": type(self).__name__} | rounds
 
     # What follows from its settings.
 
     @property
     def sums_halves(self) -> bool:
         """Whether float16 values are summed."""
-        sums = self.quantiser.sums_halves and not self.always_gathers
-        return self.config.wire_dtype == "float16" or sums
-
-    @property
-    def _quantiser_settings(self) -> Settings:
-        return {"quantiser": repr(self.quantiser)} if self.quantiser.rounds else {}
+        return self.config.wire_dtype == "float16" or self.quantiser.sums_halves
 
     @property
     def loss_scale(self) -> Callable[[], float | torch.Tensor]:
@@ -225,25 +183,18 @@ class Method:
         self.config = self.run.residues.config = self._resolved(config, every_step)
 
     def mix_momentum(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        collectives: Collectives,
-        *,
-        by_hook: bool = False,
-        calls_step_twice: bool = False,
+        self, parameters: Mapping[str, torch.Tensor], collectives: Collectives, **how: bool
     ) -> None:
         """Make the momentum of these parameters quasi-hyperbolic, whichever optimizer steps them.
 
         Faces call this, once the method serves an optimizer. For the arguments, see
         QuasiHyperbolic.
         """
-        self.quasi_hyperbolic = QuasiHyperbolic(
-            parameters, self.residues, collectives, by_hook, calls_step_twice
-        )
+        self.quasi_hyperbolic = QuasiHyperbolic(parameters, self.residues, collectives, **how)
 
     def _resolved(self, config: ScaleComConfig, every_step: bool = False) -> ScaleComConfig:
-        is_late = every_step and not self.sends_all
-        return config.resolved(is_late, self.takes_few_bits and not self.quantiser.rounds)
+        knows_bits = "bits" in self.uses and not self.quantiser.rounds
+        return config.resolved(every_step and not self.sends_all, knows_bits)
 
     # What users, and elastic states, call. The run does it.
 

@@ -14,8 +14,9 @@ import torch
 
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step
-from scalecom_hvd.exchange.methods.base import Method, State
+from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
+from scalecom_hvd.exchange.methods.state import State
 
 
 def checked_step(

@@ -7,9 +7,10 @@ from typing import Any
 from scalecom_hvd.agreement import Settings
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step
-from scalecom_hvd.exchange.methods.base import Method, State
+from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.quantised_values import average_at
+from scalecom_hvd.exchange.methods.state import State
 from scalecom_hvd.exchange.quantisers import BLOCK, QSGD
 
 
@@ -35,7 +36,7 @@ class ECQSGD(Method):
         ValueError: `bits` is another number, or a setting means nothing here.
     """
 
-    unused = (*Method.unused, "selection")
+    uses = ()
     sends_all = True
 
     def __init__(self, *, bits: int = 4, seed: int = 0, **fields: Any) -> None:

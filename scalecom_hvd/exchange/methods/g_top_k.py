@@ -7,9 +7,10 @@ import torch
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.kernels import largest
-from scalecom_hvd.exchange.methods.base import Method, State
+from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.local_top_k import pack, unpack
+from scalecom_hvd.exchange.methods.state import State
 
 
 class GTopK(Method):
@@ -30,7 +31,7 @@ class GTopK(Method):
             selection (always exact): a value other than the default is refused.
     """
 
-    unused = (*Method.unused, "selection")
+    uses = ()
 
     def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
         """Gather all choices, and merge them."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.kernels import largest
-from scalecom_hvd.exchange.methods.base import Method, State
+from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
+from scalecom_hvd.exchange.methods.state import State
 
 
 class GlobalTopK(Method):
@@ -21,7 +22,7 @@ class GlobalTopK(Method):
             selection (always exact): a value other than the default is refused.
     """
 
-    unused = (*Method.unused, "selection")
+    uses = ()
     sends_all = True
 
     def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:

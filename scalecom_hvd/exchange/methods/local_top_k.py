@@ -10,9 +10,10 @@ from scalecom_hvd.agreement import Settings
 from scalecom_hvd.config import checked_number
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step
-from scalecom_hvd.exchange.methods.base import Method, State
+from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.quantised_values import rounded
+from scalecom_hvd.exchange.methods.state import State
 
 
 class LocalTopK(Method):
@@ -41,7 +42,7 @@ class LocalTopK(Method):
         ValueError, TypeError: a setting cannot work.
     """
 
-    takes_quantiser = always_gathers = True
+    uses = ("quantiser", "selection")
 
     def __init__(self, *, decay: float = 1.0, average: str = "all", **fields: Any) -> None:
         super().__init__(**fields)
@@ -56,6 +57,11 @@ class LocalTopK(Method):
             raise ValueError(
                 f"decay and beta's filter exclude each other: give beta=1, not {self.config.beta:g}"
             )
+
+    @property
+    def sums_halves(self) -> bool:
+        """Whether float16 values are summed: never, because each rank has other indices."""
+        return False
 
     @property
     def settings(self) -> Settings:

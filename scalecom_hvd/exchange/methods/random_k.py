@@ -11,9 +11,10 @@ import torch
 from scalecom_hvd.agreement import Settings
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step
-from scalecom_hvd.exchange.methods.base import Method, State
+from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.quantised_values import average_at, rounded
+from scalecom_hvd.exchange.methods.state import State
 from scalecom_hvd.exchange.quantisers import generator
 from scalecom_hvd.lanes import Lanes, Positions
 
@@ -37,12 +38,16 @@ class RandomK(Method):
             other than the default is refused.
     """
 
-    takes_quantiser = True
+    uses = ("quantiser", "selection")
 
     def __init__(self, *, seed: int = 0, shared: bool = True, **fields: Any) -> None:
         super().__init__(**fields)
         self.seed, self.shared = int(seed), bool(shared)
-        self.always_gathers = not self.shared
+
+    @property
+    def sums_halves(self) -> bool:
+        """Whether float16 values are summed: if ranks have the same indices."""
+        return self.shared and super().sums_halves
 
     @property
     def settings(self) -> Settings:

@@ -17,9 +17,10 @@ import torch
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step, Wait
-from scalecom_hvd.exchange.methods.base import Method, State
+from scalecom_hvd.exchange.methods.base import OPTIONAL, Method
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.quantised_values import average_at
+from scalecom_hvd.exchange.methods.state import State
 from scalecom_hvd.exchange.quantisers import quantiser_of
 
 
@@ -63,8 +64,7 @@ class ScaleCom(Method):
         >>> ScaleCom(rate=8, bits=4)
     """
 
-    unused = ()
-    has_leader = takes_quantiser = takes_few_bits = True
+    uses = OPTIONAL
     equal_state = ("offsets", "scales")
 
     def __init__(self, *, quantiser: Any = None, **settings: Any) -> None:
@@ -73,7 +73,7 @@ class ScaleCom(Method):
                 'ScaleCom has half precision without a quantiser: give it wire_dtype="float16"'
             )
         super().__init__(quantiser=quantiser, **settings)
-        if self._quantiser_settings:
+        if self.quantiser.rounds:
             defaults = ScaleComConfig(bits=32)
             for name in ("lookahead", "bits", "wire_dtype"):
                 if getattr(self.config, name) != getattr(defaults, name):
@@ -100,7 +100,7 @@ class ScaleCom(Method):
         """One bucket's step, in the form that was asked for."""
         if self.config.lookahead:
             return self.look_ahead(bucket, collectives, state)
-        if self._quantiser_settings:
+        if self.quantiser.rounds:
             return self.quantised(bucket, collectives)
         if self.config.levels:
             return self.integers(bucket, collectives)
