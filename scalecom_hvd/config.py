@@ -114,7 +114,7 @@ class ScaleComConfig:
     """The rate during the warm-up, for tensors whose own rate is higher. 1: all is sent whole.
 
     A higher rate saves traffic at the start. What the warm-up does not send waits in the residues
-    for the steps after it. TensorFlow does not support it together with `lookahead`.
+    for the steps after it. In TensorFlow a warm-up is always sent whole.
     """
 
     selection: Literal["lanes", "exact"] = "lanes"

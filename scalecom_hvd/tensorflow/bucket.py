@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import ScaleComConfig, float16_limit
 from scalecom_hvd.integers import words_of
-from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.schedule import leader
 from scalecom_hvd.tensorflow.kernels import (
-    Kernel,
     Units,
     as_bytes,
     kernel_for,
@@ -33,7 +31,7 @@ from scalecom_hvd.tensorflow.packing import (
     unpack_choice,
     unpack_integers,
 )
-from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, dtype_of, read, shape_of
+from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress
 from scalecom_hvd.tensorflow.transport import Transport
 
 
@@ -45,7 +43,6 @@ class Now(NamedTuple):
         size, position: how many ranks there are, and which of them this one is.
         scale: 1 / loss scale, or None for 1.
         whole: whether it is sent whole; plain False if that is known when the graph is made.
-        warms_up: whether it belongs to the warm-up.
         zero: a 0 that is computed from the step's number, so that TensorFlow cannot know it.
             Everything that is sent must depend on it, for two reasons. Horovod's operations are not
             marked as having effects, so TensorFlow runs those of constants, such as zeros for a
@@ -59,7 +56,6 @@ class Now(NamedTuple):
     position: int | tf.Tensor
     scale: tf.Tensor | None
     whole: bool | tf.Tensor
-    warms_up: tf.Tensor
     zero: tf.Tensor
 
 
@@ -79,25 +75,6 @@ class BucketResult(NamedTuple):
     chosen: list[tf.Tensor]
 
 
-class Stage:
-    """What a bucket needs for the steps in which its tensors have the same lanes.
-
-    Attributes:
-        layout: where offsets and values of the compressed tensors lie in the buffers.
-        sizes: how many values each compressed tensor sends, in the bucket's order.
-        kernel: makes the moves on these lanes. None: nothing is compressed.
-        suffix: the end of its collectives' names. A name's buffers always have the same size.
-    """
-
-    def __init__(
-        self, lanes: Mapping[str, Lanes], levels: int, kernel: type[Kernel] | None, suffix: str
-    ) -> None:
-        self.layout = Layout(lanes, has_scales=levels > 0)
-        self.sizes = [own.k for own in lanes.values()]
-        self.kernel: Any = kernel(lanes, levels) if kernel else None
-        self.suffix = suffix
-
-
 class Bucket:
     """Tensors that share their collectives.
 
@@ -111,6 +88,7 @@ class Bucket:
         compressed: the tensors whose offsets and values travel.
         dense: names of the tensors that are sent whole.
         wire_dtype: the dtype of values, before integers are packed.
+        layout: where offsets and values of the compressed tensors lie in the buffers.
     """
 
     def __init__(
@@ -127,9 +105,9 @@ class Bucket:
         self.names = list(names)
         self.compressed = [tensors[name] for name in names if name in tensors]
         self.dense = [name for name in names if name not in tensors]
-        self._elements = {name: math.prod(shape_of(variables[name])) for name in names}
+        self._elements = {name: math.prod(variables[name].shape) for name in names}
         self._progress, self._transport, self._config = progress, transport, config
-        dtype = dtype_of(variables[names[0]])
+        dtype = variables[names[0]].dtype
         self._dense_dtype = tf.float64 if dtype == tf.float64 else tf.float32
         self._levels = config.levels if self.compressed else 0
         # If values travel in float16 or as integers, nothing is dense (Exchange._kind_of), and the
@@ -137,23 +115,16 @@ class Bucket:
         self.wire_dtype = self.compressed[0].wire_dtype if self.compressed else self._dense_dtype
         half = self.wire_dtype == tf.float16
         self._average_dtype = self._dense_dtype if half else self.wire_dtype
-        kernel = None
+        lanes = {tensor.name: tensor.lanes for tensor in self.compressed}
+        self.layout = Layout(lanes, has_scales=self._levels > 0)
+        self._sizes = [own.k for own in lanes.values()]
         if self.compressed:
             device = tf.DeviceSpec.from_string(
                 self.compressed[0].residue.device or "/device:CPU:0"
             ).device_type
             same_width = (self.compressed[0].dtype == tf.float64) == (dtype == tf.float64)
             kernel = kernel_for(device, config.selection, same_width)
-        first, after = (
-            {tensor.name: tensor.lanes[stage] for tensor in self.compressed} for stage in (0, 1)
-        )
-        self._after = Stage(after, self._levels, kernel, "")
-        # None: the warm-up has the same lanes as the steps after it.
-        self._warmup = Stage(first, self._levels, kernel, ".warmup") if first != after else None
-
-    def stage(self, warms_up: bool) -> Stage:
-        """The stage of a step in the warm-up, or after it."""
-        return self._warmup if warms_up and self._warmup else self._after
+            self._kernel = kernel(lanes, self._levels)
 
     @property
     def dense_bytes(self) -> int:
@@ -161,17 +132,15 @@ class Bucket:
         elements = sum(self._elements[name] for name in self.dense)
         return elements * self._dense_dtype.size + (4 if self._levels else self.wire_dtype.size)
 
-    def values_bytes(self, size: int, warms_up: bool) -> int:
+    def values_bytes(self, size: int) -> int:
         """The bytes that are sent in a step for the values of compressed tensors.
 
         Args:
             size: how many ranks there are.
-            warms_up: whether the step belongs to the warm-up.
         """
-        n_values = self.stage(warms_up).layout.n_values
         if self._levels:
-            return 4 * words_of(n_values, self._levels, size)
-        return n_values * self.wire_dtype.size
+            return 4 * words_of(self.layout.n_values, self._levels, size)
+        return self.layout.n_values * self.wire_dtype.size
 
     @property
     def whole_bytes(self) -> int:
@@ -180,23 +149,14 @@ class Bucket:
 
     def average(self, grads: Mapping[str, tf.Tensor], now: Now) -> BucketResult:
         """This bucket's part of a step, from gradients (flat) to averages (flat, by `names`)."""
-        warmup = self._warmup
-
-        def average_values() -> BucketResult:
-            if warmup is None:
-                return self._average_values(grads, now, self._after)
-            return BucketResult(
-                *tf.cond(
-                    now.warms_up,
-                    lambda: self._average_values(grads, now, warmup),
-                    lambda: self._average_values(grads, now, self._after),
-                )
-            )
-
         if now.whole is False:
-            return average_values()
+            return self._average_values(grads, now)
         return BucketResult(
-            *tf.cond(now.whole, lambda: self._average_whole(grads, now), average_values)
+            *tf.cond(
+                now.whole,
+                lambda: self._average_whole(grads, now),
+                lambda: self._average_values(grads, now),
+            )
         )
 
     def _average_whole(self, grads: Mapping[str, tf.Tensor], now: Now) -> BucketResult:
@@ -207,20 +167,16 @@ class Bucket:
             tf.cast(average, grads[name].dtype)
             for name, average in zip(self.names, averages, strict=True)
         ]
-        residues = [read(tensor.residue) for tensor in self.compressed]
+        residues = [tensor.residue.read_value() for tensor in self.compressed]
         chosen = []
         if self._config.lookahead and self.compressed:
             # For the next step's leader, the gradient just sent is the best guess.
             own = [grads[tensor.name] for tensor in self.compressed]
-            offered = self._after.kernel.choose(
-                own, residues, self._units(now), self._chooses(now, 1)
-            )
-            chosen = self._split_choice(self._from_leader(offered, self._after), self._after)
+            offered = self._kernel.choose(own, residues, self._units(now), self._chooses(now, 1))
+            chosen = self._split_choice(self._from_leader(offered))
         return BucketResult(averages, all_finite(averages), residues, chosen)
 
-    def _average_values(
-        self, grads: Mapping[str, tf.Tensor], now: Now, stage: Stage
-    ) -> BucketResult:
+    def _average_values(self, grads: Mapping[str, tf.Tensor], now: Now) -> BucketResult:
         own = [grads[tensor.name] for tensor in self.compressed]
         units = self._units(now)
         chosen: list[tf.Tensor] = []
@@ -228,48 +184,44 @@ class Bucket:
         parts: list[tf.Tensor] = []
         bad = tf.constant(0, tf.int64)
         if self.compressed:
-            residues = [read(tensor.residue) for tensor in self.compressed]
+            residues = [tensor.residue.read_value() for tensor in self.compressed]
             if self._config.lookahead:
-                choice = self._held_choice(stage)
-                updated, values, offered, bad = stage.kernel.take_and_accumulate(
+                choice = self._held_choice()
+                updated, values, offered, bad = self._kernel.take_and_accumulate(
                     own, residues, units, self._chooses(now, 1), choice, self.wire_dtype
                 )
-                chosen = self._split_choice(self._from_leader(offered, stage), stage)
+                chosen = self._split_choice(self._from_leader(offered))
             elif self._levels:
-                offered = stage.kernel.choose(own, residues, units, self._chooses(now, 0))
-                choice = self._from_leader(offered, stage)
-                updated, values, _, bad = stage.kernel.take_and_accumulate(
+                offered = self._kernel.choose(own, residues, units, self._chooses(now, 0))
+                choice = self._from_leader(offered)
+                updated, values, _, bad = self._kernel.take_and_accumulate(
                     own, residues, units, tf.constant(False), choice, self.wire_dtype
                 )
             else:
-                updated, offered, bad_grads = stage.kernel.accumulate(
+                updated, offered, bad_grads = self._kernel.accumulate(
                     own, residues, units, self._chooses(now, 0)
                 )
-                choice = self._from_leader(offered, stage)
-                updated, values, bad_values = stage.kernel.take(
+                choice = self._from_leader(offered)
+                updated, values, bad_values = self._kernel.take(
                     updated, own, units, choice, self.wire_dtype
                 )
                 bad = bad_grads + bad_values
-            parts.append(tf.ensure_shape(values, [stage.layout.n_values]))
+            parts.append(tf.ensure_shape(values, [self.layout.n_values]))
         if self.dense:
             dense = tf.concat([tf.cast(grads[name], self.wire_dtype) for name in self.dense], 0)
             parts.append(dense)
             bad += tf.cast(~all_finite([dense]), tf.int64)
         is_bad = bad + now.zero > 0
         if self._levels:
-            values, count = self._average_integers(values, is_bad, choice, now, stage)
+            values, count = self._average_integers(values, is_bad, choice, now)
             dense = []
         else:
             parts.append(tf.cast(is_bad, self.wire_dtype)[None])
             averaged = self._transport.average(
-                tf.concat(parts, 0),
-                f"values.{self.number}{stage.suffix}",
-                now.size,
-                self._average_dtype,
+                tf.concat(parts, 0), f"values.{self.number}", now.size, self._average_dtype
             )
-            sizes = [stage.layout.n_values, *(self._elements[name] for name in self.dense), 1]
+            sizes = [self.layout.n_values, *(self._elements[name] for name in self.dense), 1]
             values, *dense, count = tf.split(averaged, sizes)
-        # Not ==, which in TensorFlow 1's graphs compares objects.
         none_is_bad = tf.equal(count[0], 0)
         finite = all_finite([values, *dense])
         sound = finite & none_is_bad & self._fits(values, dense, grads, units)
@@ -278,25 +230,23 @@ class Bucket:
             for name, average in zip(self.dense, dense, strict=True)
         }
         if self.compressed:
-            scattered = stage.kernel.scatter(own, units, choice, values)
+            scattered = self._kernel.scatter(own, units, choice, values)
             names = [tensor.name for tensor in self.compressed]
             averages |= dict(zip(names, scattered, strict=True))
         return BucketResult([averages[name] for name in self.names], sound, list(updated), chosen)
 
     def _average_integers(
-        self, integers: tf.Tensor, is_bad: tf.Tensor, choice: tf.Tensor, now: Now, stage: Stage
+        self, integers: tf.Tensor, is_bad: tf.Tensor, choice: tf.Tensor, now: Now
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """The averages (k,) of integers times scales, and how many workers had something bad."""
-        k = stage.layout.n_values
+        k = self.layout.n_values
         packed = pack_integers(integers, k, self._levels, now.size)
         buffer = tf.concat([packed, tf.cast(is_bad, tf.int32)[None]], 0)
-        summed = self._transport.sum(buffer, f"values.{self.number}{stage.suffix}")
+        summed = self._transport.sum(buffer, f"values.{self.number}")
         sums = unpack_integers(summed[:-1], k, self._levels, now.size)
-        parts = tf.split(sums, stage.sizes)
+        parts = tf.split(sums, self._sizes)
         scaled = [
-            times_scales(
-                part, scale_of_each(choice[stage.layout.scales[own.name]], part, own.dtype)
-            )
+            times_scales(part, scale_of_each(choice[self.layout.scales[own.name]], part, own.dtype))
             for own, part in zip(self.compressed, parts, strict=True)
         ]
         return self._transport.share_of(tf.concat(scaled, 0), now.size), summed[-1:]
@@ -336,30 +286,32 @@ class Bucket:
         chooser = leader(now.step + later, self.number, tf.cast(now.size, tf.int64), staggered)
         return tf.equal(chooser, tf.cast(now.position, tf.int64))
 
-    def _from_leader(self, offered: tf.Tensor, stage: Stage) -> tf.Tensor:
-        message = pack_choice(offered, stage.layout)
-        received = self._transport.from_leader(message, f"offsets.{self.number}{stage.suffix}")
-        return unpack_choice(received, stage.layout)
+    def _from_leader(self, offered: tf.Tensor) -> tf.Tensor:
+        message = pack_choice(offered, self.layout)
+        received = self._transport.from_leader(message, f"offsets.{self.number}")
+        return unpack_choice(received, self.layout)
 
-    def _held_choice(self, stage: Stage) -> tf.Tensor:
+    def _held_choice(self) -> tf.Tensor:
         """The choice that came during the last step, in the layout's order."""
         held = self._progress
-        scales = [read(held.scales[own.name]) for own in self.compressed] if self._levels else []
-        in_layout = sorted(stage.layout.offsets, key=lambda name: stage.layout.offsets[name].start)
-        offsets = [read(held.offsets[name]) for name in in_layout]
+        scales = (
+            [held.scales[own.name].read_value() for own in self.compressed] if self._levels else []
+        )
+        in_layout = sorted(self.layout.offsets, key=lambda name: self.layout.offsets[name].start)
+        offsets = [held.offsets[name].read_value() for name in in_layout]
         return tf.concat([*map(as_bytes, scales), *offsets], 0)
 
-    def _split_choice(self, choice: tf.Tensor, stage: Stage) -> list[tf.Tensor]:
+    def _split_choice(self, choice: tf.Tensor) -> list[tf.Tensor]:
         """Each compressed tensor's offsets, in bytes, and then each one's scales."""
 
         def parts(places: Mapping[str, slice]) -> list[tf.Tensor]:
             own = [places[tensor.name] for tensor in self.compressed]
             return [tf.ensure_shape(choice[at], [at.stop - at.start]) for at in own]
 
-        scales = parts(stage.layout.scales) if self._levels else []
-        return [*parts(stage.layout.offsets), *map(scales_of, scales)]
+        scales = parts(self.layout.scales) if self._levels else []
+        return [*parts(self.layout.offsets), *map(scales_of, scales)]
 
-    def commit(self, result: BucketResult) -> list[tf.Operation]:
+    def commit(self, result: BucketResult) -> None:
         """Make the step count: residues and the choice become what `average` gave."""
         held = [tensor.residue for tensor in self.compressed]
         if result.chosen:
@@ -367,10 +319,8 @@ class Bucket:
             if self._levels:
                 held += [self._progress.scales[tensor.name] for tensor in self.compressed]
         new = [*result.updated, *result.chosen]
-        return [
-            variable.assign(value, read_value=False)
-            for variable, value in zip(held, new, strict=True)
-        ]
+        for variable, value in zip(held, new, strict=True):
+            variable.assign(value)
 
 
 def all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -34,10 +34,9 @@ from scalecom_hvd.tensorflow.residues import (
     Progress,
     Tracked,
     set_value,
-    shape_of,
     value_of,
 )
-from scalecom_hvd.tensorflow.transport import runs_eagerly
+from scalecom_hvd.tensorflow.transport import refuse_graphs_of_tensorflow_1
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -49,8 +48,8 @@ _NEEDS_DROP_IN = (
 )
 
 _NEEDS_KERAS_OPTIMIZER = (
-    "with {}, ScaleCom cannot make momentum quasi-hyperbolic. Leave nu out, and make a ScaleCom "
-    "that serves no other optimizer; or use hvd.DistributedOptimizer with an optimizer of Keras"
+    "with a tape, ScaleCom cannot make momentum quasi-hyperbolic. Leave nu out, and make a "
+    "ScaleCom that serves no optimizer; or use hvd.DistributedOptimizer with an optimizer of Keras"
 )
 
 MAKE_IT_ONCE = (
@@ -191,6 +190,7 @@ class ScaleCom(Tracked, Compressor):
         ValueError, TypeError: a setting cannot work, or the object is made in a traced function.
             Ranks may trace that function again at different times, and each time it would be
             another object.
+        RuntimeError: it is made in a graph of TensorFlow 1.
     """
 
     def __init__(
@@ -201,6 +201,7 @@ class ScaleCom(Tracked, Compressor):
         **fields: Any,
     ) -> None:
         super().__init__()
+        refuse_graphs_of_tensorflow_1()
         if tf.inside_function():
             raise ValueError(
                 f"a ScaleCom was made while a function was being traced: {MAKE_IT_ONCE}"
@@ -213,11 +214,10 @@ class ScaleCom(Tracked, Compressor):
         config = config if config is not None else ScaleComConfig.from_env()
         self._streams: list[_Stream] = []
         self._settings = _Settings(config.replace(**fields), self._streams)
-        if self.config.warmup_steps and self.config.warmup_rate > 1 and self.config.lookahead:
-            # The offsets for the step after the warm-up would have to be of other lanes.
+        if self.config.warmup_steps and self.config.warmup_rate > 1:
             raise ValueError(
-                f"in TensorFlow, warmup_rate={self.config.warmup_rate:g} does not work with "
-                "lookahead=True: leave one of them out"
+                "in TensorFlow a warm-up is sent whole. Leave out "
+                f"warmup_rate={self.config.warmup_rate:g}, or give warmup_steps=0"
             )
         self.number = next(_order)
         self.knows_loss_scale = loss_scale is not None
@@ -248,18 +248,15 @@ class ScaleCom(Tracked, Compressor):
         """Serve a Keras optimizer. Its momentum is made quasi-hyperbolic, unless nu is 1."""
         self._settings.settle(mixes_momentum=True)
 
-    def serve_as_it_is(self, who: str) -> None:
-        """Serve what makes no momentum quasi-hyperbolic.
-
-        Args:
-            who: what it is, for the error.
+    def serve_tape(self) -> None:
+        """Serve a tape, which makes no momentum quasi-hyperbolic.
 
         Raises:
             ValueError: nu is not 1.
         """
         self._settings.settle(mixes_momentum=False)
         if self.config.nu != 1:
-            raise ValueError(_NEEDS_KERAS_OPTIMIZER.format(who))
+            raise ValueError(_NEEDS_KERAS_OPTIMIZER)
 
     @staticmethod
     def compress(tensor: Any) -> Any:
@@ -390,7 +387,7 @@ class ScaleCom(Tracked, Compressor):
             for (other, names), exchange in self._bound.exchanges.items()
             if other == stream and not variables.keys().isdisjoint(names)
         ]
-        if related and runs_eagerly():
+        if related:
             set_value(progress.step, max(value_of(other.step) for other in (progress, *related)))
         return progress
 
@@ -400,7 +397,7 @@ class ScaleCom(Tracked, Compressor):
         Globs may match any variable seen so far.
         """
         bound = self._bound
-        bound.shapes |= {name: shape_of(variable) for name, variable in variables.items()}
+        bound.shapes |= {name: tuple(variable.shape) for name, variable in variables.items()}
         bound.rates = self.config.rates_for(bound.shapes) | bound.rates
         return {name: bound.rates[name] for name in variables}
 

@@ -46,16 +46,8 @@ from scalecom_hvd.bucket_layout import group_names, split, step_stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.schedule import leader
 from scalecom_hvd.tensorflow.bucket import Bucket, Now
-from scalecom_hvd.tensorflow.residues import (
-    CompressedTensor,
-    Progress,
-    dtype_of,
-    read,
-    set_value,
-    shape_of,
-    value_of,
-)
-from scalecom_hvd.tensorflow.transport import Transport, runs_eagerly
+from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, set_value, value_of
+from scalecom_hvd.tensorflow.transport import Transport
 from scalecom_hvd.training_warnings import (
     GROWTH_WARNING,
     LOOK_EVERY,
@@ -166,26 +158,23 @@ class Exchange:
         Raises:
             RuntimeError: ranks differ, or two ranks have the residues of one. All ranks raise it.
         """
-        eager = runs_eagerly()
         mine = self._describe(sparse) | {
             "present": list(present),
             "name": self._names.claim(),
-            "step": int(value_of(self.progress.step)) if eager else 0,
-            "ahead": bool(value_of(self.progress.ahead)) if eager else False,
+            "step": int(value_of(self.progress.step)),
+            "ahead": bool(value_of(self.progress.ahead)),
             "residues_of": residues_of,
         }
         everyone = self._transport.gather_objects(mine, "agreement")
         check_residues_of(everyone)
         step = agree(everyone, list(self._description), self._names)
-        shapes = {name: shape_of(variable) for name, variable in self.variables.items()}
+        shapes = {name: tuple(variable.shape) for name, variable in self.variables.items()}
         check_run(
             self.config, self.rates, shapes, self.config.total_steps, self.config.warmup_steps
         )
         on_gpus = all("GPU" in variable.device for variable in self.variables.values())
         warn_of_half_sums(self.config.wire_dtype == "float16", on_gpus, horovod)
         self._make_buckets({name for theirs in everyone for name in theirs["present"]})
-        if not eager:
-            return
         set_value(self.progress.step, step)
         if not all(theirs["ahead"] for theirs in everyone):
             set_value(self.progress.ahead, False)
@@ -202,7 +191,7 @@ class Exchange:
     def _describe(self, sparse: Sequence[str]) -> dict[str, Any]:
         """What must be the same on all ranks."""
         tensors = {
-            name: (list(shape_of(v)), dtype_of(v).name, f"rate {self.rates[name]:g}")
+            name: (list(v.shape), v.dtype.name, f"rate {self.rates[name]:g}")
             for name, v in self.variables.items()
         }
         settings = {"sparse_as_dense": self.arguments.sparse_as_dense}
@@ -318,13 +307,13 @@ class Exchange:
     def _kind_of(self, name: str) -> tuple[str, tf.DType, tf.DType]:
         """A variable's device, its dtype, and its dtype on the wire."""
         variable, tensor = self.variables[name], self.tensors.get(name)
-        dense_dtype = tf.float64 if dtype_of(variable) == tf.float64 else tf.float32
+        dense_dtype = tf.float64 if variable.dtype == tf.float64 else tf.float32
         wire_dtype = tensor.wire_dtype if tensor else dense_dtype
-        return variable.device, dtype_of(variable), wire_dtype
+        return variable.device, variable.dtype, wire_dtype
 
     def _bytes_of(self, name: str) -> int:
         variable = self.variables[name]
-        return math.prod(shape_of(variable)) * variable.dtype.size
+        return math.prod(variable.shape) * variable.dtype.size
 
     # One step.
 
@@ -334,7 +323,7 @@ class Exchange:
         So `function` is not traced again when this rank lacks other gradients than before.
         """
         return {
-            name: grads[name] if name in grads else tf.zeros(variable.shape, dtype_of(variable))
+            name: grads[name] if name in grads else tf.zeros(variable.shape, variable.dtype)
             for name, variable in self.variables.items()
             if name in self.members
         }
@@ -353,16 +342,15 @@ class Exchange:
         Returns:
             {name: average}; NaN in a step that does not count.
         """
-        step = read(self.progress.step)
+        step = self.progress.step.read_value()
         flat = {
-            name: tf.reshape(tf.cast(grad, dtype_of(self.variables[name])), [-1])
+            name: tf.reshape(tf.cast(grad, self.variables[name].dtype), [-1])
             for name, grad in grads.items()
         }
         size, position = self._transport.size_and_position()
         unscaling = None if scale is None else 1 / tf.cast(scale, tf.float64)
         whole, zero = self._must_send_whole(step), tf.minimum(step, 0)
-        warms_up = step < self.config.warmup_steps
-        now = Now(step, size, position, unscaling, whole, warms_up, zero)
+        now = Now(step, size, position, unscaling, whole, zero)
         results = [bucket.average(flat, now) for bucket in self.buckets]
         sound = tf.reduce_all([others_are_finite, *(result.sound for result in results)])
 
@@ -374,46 +362,39 @@ class Exchange:
         ]
 
         def commit() -> list[tf.Tensor]:
-            assigned = [
-                done
-                for bucket, result in zip(self.buckets, results, strict=True)
-                for done in bucket.commit(result)
-            ]
-            assigned.append(self.progress.step.assign(step + 1, read_value=False))
+            for bucket, result in zip(self.buckets, results, strict=True):
+                bucket.commit(result)
+            self.progress.step.assign(step + 1)
             if self.config.lookahead:
-                assigned.append(self.progress.ahead.assign(True, read_value=False))
-            assigned.append(self.progress.whole.assign(now.whole, read_value=False))
+                self.progress.ahead.assign(True)
+            self.progress.whole.assign(now.whole)
             updated = [residue for result in results for residue in result.updated]
             if updated:
-                assigned.append(self._look(flat, updated, now))
-            # A session runs only what the fetches depend on, so averages depend on assignments.
-            with tf.control_dependencies(assigned):
-                return [tf.identity(average) for average in averages]
+                self._look(flat, updated, now)
+            return averages
 
         def skip() -> list[tf.Tensor]:
             """For ScaleCom the step never happened; gradients are NaN, as loss scaling expects."""
-            skipped = self.progress.skipped
-            counted = skipped.assign(read(skipped) + 1, read_value=False)
-            with tf.control_dependencies([counted]):
-                return [
-                    tf.fill(average.shape, tf.constant(float("nan"), average.dtype))
-                    for average in averages
-                ]
+            self.progress.skipped.assign_add(1)
+            return [
+                tf.fill(average.shape, tf.constant(float("nan"), average.dtype))
+                for average in averages
+            ]
 
         return dict(zip(names, tf.cond(sound, commit, skip), strict=True))
 
     def _look(
         self, grads: Mapping[str, tf.Tensor], residues: Sequence[tf.Tensor], now: Now
-    ) -> tf.Tensor:
+    ) -> None:
         """Every LOOK_EVERY steps, check whether residues keep growing, and warn the user once.
 
-        This does in the graph what training_warnings does. Returns whether it looked.
+        This does in the graph what training_warnings does.
         """
 
         def norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
             return tf.norm(tf.stack([tf.cast(tf.norm(tensor), tf.float64) for tensor in tensors]))
 
-        def look() -> tf.Tensor:
+        def look() -> tf.Operation:
             names = [tensor.name for bucket in self.buckets for tensor in bucket.compressed]
             own = [
                 tf.cast(grad, tf.float64 if grad.dtype == tf.float64 else tf.float32)
@@ -421,7 +402,7 @@ class Exchange:
             ]
             gradients = norm(own) * (1.0 if now.scale is None else now.scale)
             newest = tf.stack([[norm(residues) / self.config.beta], [gradients]])
-            norms = tf.concat([read(self.progress.norms)[:, 1:], newest], 1)
+            norms = tf.concat([self.progress.norms.read_value()[:, 1:], newest], 1)
             limit = growth_limit((self.rates[name] for name in names), self.config)
             growing = keep_growing(tf.unstack(norms[0]), tf.unstack(norms[1]), limit)
             message = "scalecom_hvd: " + GROWTH_WARNING.replace("%d", "{}").replace("%.0f", "{}")
@@ -430,47 +411,38 @@ class Exchange:
             def warn() -> tf.Tensor:
                 # Not through TensorFlow's log, which many users switch off with its banners.
                 text = tf.strings.format(message, (now.step, ratio))
-                with tf.control_dependencies([tf.print(text, output_stream=sys.stderr)]):
-                    return tf.constant(True)
-
-            before = read(self.progress.warned)
-            warned = tf.cond(growing & ~before, warn, lambda: before)
-            done = [
-                self.progress.norms.assign(norms, read_value=False),
-                self.progress.warned.assign(warned, read_value=False),
-            ]
-            with tf.control_dependencies(done):
+                tf.print(text, output_stream=sys.stderr)
                 return tf.constant(True)
 
+            before = self.progress.warned.read_value()
+            warned = tf.cond(growing & ~before, warn, lambda: before)
+            self.progress.norms.assign(norms)
+            return self.progress.warned.assign(warned, read_value=False)
+
         due = tf.equal(now.step % LOOK_EVERY, 0) & ~tf.convert_to_tensor(now.whole)
-        return tf.cond(due, look, lambda: tf.constant(False))
+        tf.cond(due, look, tf.no_op)
 
     def _must_send_whole(self, step: tf.Tensor) -> bool | tf.Tensor:
         """Whether this step is sent whole: False, or a tensor."""
-        whole = step < self.config.whole_steps if self.config.whole_steps else False
+        whole = step < self.config.warmup_steps if self.config.warmup_steps else False
         if self.config.lookahead and self.tensors:
-            whole = ~read(self.progress.ahead) | whole
+            whole = ~self.progress.ahead.read_value() | whole
         return whole
 
     def stats(self) -> dict[str, int | float | None]:
         """Numbers of the last step taken; see ScaleCom.stats."""
         whole, step = bool(value_of(self.progress.whole)), int(value_of(self.progress.step))
-        warmed_up = 0 < step <= self.config.warmup_steps
         compressing = [bucket for bucket in self.buckets if bucket.compressed]
         with_offsets = compressing if self.config.lookahead or not whole else []
         size, staggered = self._transport.size, self.config.leader == "staggered"
         last = step_stats(
             size,
             leader(max(step - 1, 0), 0, size, staggered),
-            {name: math.prod(shape_of(self.variables[name])) for name in self.members},
-            {}
-            if whole
-            else {name: tensor.lanes[not warmed_up].k for name, tensor in self.tensors.items()},
+            {name: math.prod(self.variables[name].shape) for name in self.members},
+            {} if whole else {name: tensor.lanes.k for name, tensor in self.tensors.items()},
             len(with_offsets) + (len(self.members) if whole else len(self.buckets)),
-            offsets=sum(bucket.stage(warmed_up).layout.message_bytes for bucket in with_offsets),
-            values=0
-            if whole
-            else sum(bucket.values_bytes(size, warmed_up) for bucket in self.buckets),
+            offsets=sum(bucket.layout.message_bytes for bucket in with_offsets),
+            values=0 if whole else sum(bucket.values_bytes(size) for bucket in self.buckets),
             dense=sum(
                 bucket.whole_bytes if whole else bucket.dense_bytes for bucket in self.buckets
             ),

@@ -6,7 +6,7 @@ m is solved for, so checkpoints hold the momentum itself. g is the gradient that
 is averaged and clipped. This is wrapped around the one method by which Keras updates variables. A
 step that is skipped, or that only adds gradients up, does not call it.
 
-Called by optimizer.py. Imports compressor, exchange, residues and the framework-free rooms.
+Called by optimizer.py. Imports compressor, exchange and the framework-free rooms.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import tensorflow as tf
 from scalecom_hvd.quasi_hyperbolic import UNKNOWN, kappa_of
 from scalecom_hvd.tensorflow.compressor import ScaleCom
 from scalecom_hvd.tensorflow.exchange import Exchange
-from scalecom_hvd.tensorflow.residues import read
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -157,14 +156,10 @@ def _kappa(exchange: Exchange, rate: float) -> tf.Tensor:
 
     0 if the step was sent whole, and in the first step, when the momentum is still the gradient.
     """
-    config, progress = exchange.config, exchange.progress
-    step = read(progress.step)
-    early, late = (
-        tf.constant(kappa_of(each, config.nu), tf.float64)
-        for each in (config.rate_in_warmup(rate), rate)
-    )
-    kappa = tf.where(step <= config.warmup_steps, early, late)
-    return tf.where((step > 1) & ~read(progress.whole), kappa, tf.zeros_like(kappa))
+    progress = exchange.progress
+    kappa = tf.constant(kappa_of(rate, exchange.config.nu), tf.float64)
+    mixes = (progress.step.read_value() > 1) & ~progress.whole.read_value()
+    return tf.where(mixes, kappa, tf.zeros_like(kappa))
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 They are Horovod's own objects. Only the attribute through which they reduce is replaced, and the
 method by which a Keras optimizer updates variables is wrapped (momentum.py). Hooks, aggregation
 over several passes, local variables, casts and configurations stay Horovod's.
-Imports compressor, exchange, momentum and reduction.
+Imports compressor, exchange, momentum, reduction and transport.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scalecom_hvd.tensorflow.compressor import ScaleCom, is_scalecom, shared
 from scalecom_hvd.tensorflow.exchange import Arguments
 from scalecom_hvd.tensorflow.momentum import mix_momentum
 from scalecom_hvd.tensorflow.reduction import Reduction, reduction
-from scalecom_hvd.tensorflow.transport import runs_eagerly
+from scalecom_hvd.tensorflow.transport import TENSORFLOW_1
 
 _LOSS_SCALE_INSIDE = (
     "Horovod cannot wrap a LossScaleOptimizer. Wrap its inner optimizer, and give ScaleCom the "
@@ -80,6 +80,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         residues.
 
     Raises:
+        TypeError: ScaleCom does not support optimizers of TensorFlow 1.
         ValueError: ScaleCom does not support an argument (Adasum, operations other than Average and
             Sum).
     """
@@ -87,16 +88,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     check_optimizer(optimizer, compression)
     if not is_scalecom(compression):
         return horovod.DistributedOptimizer(**given)
-    if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        del given["use_locking"]
-        return keras_optimizer(**given)
-    arguments, stock = _arguments(given)
-    wrapped = horovod.DistributedOptimizer(optimizer, **stock)
-    compressor = _object_of(compression)
-    compressor.serve_as_it_is("an optimizer of TensorFlow 1")
-    _replace_reduction(wrapped, reduction(compressor, arguments, wrapped.get_name()))
-    wrapped.compression = compressor
-    return wrapped
+    del given["use_locking"]  # of TensorFlow 1
+    return keras_optimizer(**given)
 
 
 def keras_optimizer(optimizer: KerasOptimizer, **given: Any) -> KerasOptimizer:
@@ -120,12 +113,9 @@ def keras_optimizer(optimizer: KerasOptimizer, **given: Any) -> KerasOptimizer:
     # Horovod makes a class for every optimizer it wraps, so this changes no other optimizer. Keras
     # makes new objects of the class (from_config).
     made, init = type(wrapped), type(wrapped).__init__
-    if runs_eagerly():
-        compressor.serve_optimizer()
-        if compressor.config.nu != 1:
-            mix_momentum(made, compressor)
-    else:
-        compressor.serve_as_it_is("an optimizer in a graph of TensorFlow 1")
+    compressor.serve_optimizer()
+    if compressor.config.nu != 1:
+        mix_momentum(made, compressor)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
@@ -217,10 +207,12 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
 
 
 def check_optimizer(optimizer: object, compression: object) -> None:
-    """Raise TypeError unless given an optimizer of Keras or TensorFlow 1, and a compression."""
+    """Raise TypeError unless given an optimizer that the compression supports."""
     of_tensorflow_1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
     has = "get_name" if of_tensorflow_1 else "get_config"
     check_arguments(optimizer, has, "Keras and TensorFlow", compression)
+    if of_tensorflow_1 and is_scalecom(compression):
+        raise TypeError(TENSORFLOW_1)
 
 
 def _tape(make: Callable[..., tf.GradientTape], given: dict[str, Any]) -> tf.GradientTape:
@@ -231,7 +223,7 @@ def _tape(make: Callable[..., tf.GradientTape], given: dict[str, Any]) -> tf.Gra
     compressor = compression if isinstance(compression, ScaleCom) else shared()
     gradtape = given.pop("gradtape")
     arguments, stock = _arguments(given)
-    compressor.serve_as_it_is("a tape")
+    compressor.serve_tape()
     tape = make(gradtape, **stock)
     calls: dict[Hashable, int] = {}
     tape._allreduce_grads = reduction(compressor, arguments, "DistributedGradientTape", calls)
@@ -264,6 +256,4 @@ def _replace_reduction(optimizer: Any, reduce: Reduction) -> None:
     optimizer._allreduce_grads = reduce
     helper = optimizer._agg_helper
     if helper is not None:
-        # The helper sums over several passes and holds the function itself, under one of two names.
-        public = hasattr(helper, "allreduce_grads")
-        setattr(helper, "allreduce_grads" if public else "_allreduce_grads", reduce)
+        helper.allreduce_grads = reduce  # it sums over several passes and calls this itself

@@ -4,7 +4,7 @@ They reduce through this one attribute. The replacement sends gradients of varia
 ScaleCom's exchange, and leaves all others to Horovod: sparse gradients, and gradients with respect
 to tensors, which have no name and no next step.
 
-Called by optimizer.py. Imports compressor, exchange, bucket and agreement.
+Called by optimizer.py. Imports compressor, exchange, bucket, transport and agreement.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from scalecom_hvd.agreement import is_elastic
 from scalecom_hvd.tensorflow.bucket import all_finite
 from scalecom_hvd.tensorflow.compressor import MAKE_IT_ONCE, ScaleCom
 from scalecom_hvd.tensorflow.exchange import Arguments
+from scalecom_hvd.tensorflow.transport import refuse_graphs_of_tensorflow_1
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -81,6 +82,7 @@ def reduction(
         variables: Sequence[tf.Variable | tf.Tensor],
         use_generic_names: bool = False,
     ) -> list[Gradient]:
+        refuse_graphs_of_tensorflow_1()
         process_set = arguments.process_set
         grads = list(grads)
         if not process_set.included() or (process_set.size() == 1 and not is_elastic()):

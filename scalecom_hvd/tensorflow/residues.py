@@ -2,8 +2,7 @@
 
 All of it is kept in TensorFlow variables, which are made outside of any function being traced. They
 belong to no optimizer or model, because Horovod would broadcast rank 0's and Keras would save them.
-tf.train.Checkpoint tracks them through ScaleCom. Imports transport and the framework-free rooms
-only.
+tf.train.Checkpoint tracks them through ScaleCom. Imports the framework-free rooms only.
 """
 
 from __future__ import annotations
@@ -21,93 +20,33 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.integers import blocks_of
 from scalecom_hvd.lanes import Lanes, geometry
 from scalecom_hvd.saved_state import check_offsets, check_scales, norms_of
-from scalecom_hvd.tensorflow.transport import runs_eagerly
 
 
 def make_variable(
     shape: tuple[int, ...], dtype: tf.DType, name: str, device: str = ""
 ) -> tf.Variable:
-    """A variable of zeros.
-
-    In TensorFlow 1's graphs it is a local variable, so that Horovod's hook does not broadcast it
-    and a Saver does not save it.
-    """
+    """A variable of zeros."""
 
     def make() -> tf.Variable:
         with tf.device(device):
-            return tf.compat.v1.Variable(
-                lambda: tf.zeros(shape, dtype),
-                trainable=False,
-                collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
-                name=name,
-                use_resource=True,
-            )
+            return tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
 
-    if runs_eagerly():
-        # On another thread no function is being traced. A function that is being traced refuses
-        # variables after its first trace, even in init_scope.
-        with ThreadPoolExecutor(1) as elsewhere:
-            return elsewhere.submit(make).result()
-    with tf.init_scope():
-        return make()
-
-
-def shape_of(variable: tf.Variable) -> tuple[int, ...]:
-    """The variable's shape in numbers; with TensorFlow 1's behaviour it has Dimensions."""
-    return tuple(variable.shape.as_list())
-
-
-def dtype_of(variable: tf.Variable) -> tf.DType:
-    """The variable's dtype; TensorFlow 1's reference variables have a dtype of their own."""
-    return variable.dtype.base_dtype
-
-
-def read(variable: tf.Variable) -> tf.Tensor:
-    """The value, as a part of the graph.
-
-    In TensorFlow 1's graphs it is zeros until the first assignment, since nobody may have run
-    local_variables_initializer().
-    """
-    if runs_eagerly():
-        return variable.read_value()
-    return tf.cond(
-        variable.is_initialized(),
-        variable.read_value,
-        lambda: tf.zeros(variable.shape, variable.dtype),
-    )
+    # On another thread no function is being traced. A function that is being traced refuses
+    # variables after its first trace, even in init_scope.
+    with ThreadPoolExecutor(1) as elsewhere:
+        return elsewhere.submit(make).result()
 
 
 def value_of(variable: tf.Variable) -> np.ndarray:
-    """The value as an array, for the user. TensorFlow 1's graphs need a default session for it."""
-    if runs_eagerly():
-        with tf.init_scope():
-            return variable.numpy()
-    try:
-        # Run the variable itself and not `read`, which would be a new operation: the graph may be
-        # finalized.
-        return _session().run(variable)
-    except tf.errors.FailedPreconditionError:
-        return np.zeros(variable.shape, variable.dtype.as_numpy_dtype)
+    """The value as an array, even while a function is traced."""
+    with tf.init_scope():
+        return variable.numpy()
 
 
 def set_value(variable: tf.Variable, value: ArrayLike) -> None:
-    """Make this the variable's value. TensorFlow 1's graphs need a default session for it."""
-    array = np.asarray(value, variable.dtype.as_numpy_dtype).reshape(variable.shape)
-    if runs_eagerly():
-        with tf.init_scope():
-            variable.assign(array)
-    else:
-        variable.load(array, _session())
-
-
-def _session() -> tf.compat.v1.Session:
-    session = tf.compat.v1.get_default_session()
-    if session is None:
-        raise RuntimeError(
-            "in TensorFlow 1's graphs, ask ScaleCom for its state inside "
-            "`with session.as_default():`"
-        )
-    return session
+    """Make this the variable's value, even while a function is traced."""
+    with tf.init_scope():
+        variable.assign(np.asarray(value, variable.dtype.as_numpy_dtype).reshape(variable.shape))
 
 
 class CompressedTensor:
@@ -116,7 +55,7 @@ class CompressedTensor:
     Attributes:
         name: the variable's.
         shape: the variable's.
-        lanes: its lanes, or positions, in the warm-up, and those in the steps after it.
+        lanes: its lanes, or positions.
         dtype: the residue's, float32 or float64.
         levels: L of values that travel as integers; 0: they travel as numbers.
         wire_dtype: the dtype in which its values travel; int8 for integers, which are packed.
@@ -127,13 +66,10 @@ class CompressedTensor:
         self, name: str, variable: tf.Variable, rate: float, config: ScaleComConfig
     ) -> None:
         self.name = name
-        self.shape = shape_of(variable)
+        self.shape = tuple(variable.shape)
         numel = math.prod(self.shape)
-        self.lanes: tuple[Lanes, Lanes] = (
-            geometry(numel, config.rate_in_warmup(rate), config.selection),
-            geometry(numel, rate, config.selection),
-        )
-        self.dtype = tf.as_dtype(config.residue_dtype_for(dtype_of(variable).name))
+        self.lanes = geometry(numel, rate, config.selection)
+        self.dtype = tf.as_dtype(config.residue_dtype_for(variable.dtype.name))
         self.levels = config.levels
         self.wire_dtype = tf.as_dtype(config.wire_dtype) if config.wire_dtype else self.dtype
         if self.levels:
@@ -177,20 +113,18 @@ class Progress(Tracked):
 
     def hold_choice(self, tensor: CompressedTensor) -> None:
         """Make room for a tensor's next offsets and, for integers, its next scales."""
-        if tensor.name not in self.offsets:
-            _, lanes = tensor.lanes
-            bytes_ = lanes.k * lanes.offset_dtype.itemsize
-            self.offsets[tensor.name] = make_variable(
-                (bytes_,), tf.uint8, f"scalecom/{tensor.name}/offsets", tensor.residue.device
+        lanes, device = tensor.lanes, tensor.residue.device
+        self._lanes[tensor.name] = lanes
+        self.offsets[tensor.name] = make_variable(
+            (lanes.k * lanes.offset_dtype.itemsize,),
+            tf.uint8,
+            f"scalecom/{tensor.name}/offsets",
+            device,
+        )
+        if tensor.levels:
+            self.scales[tensor.name] = make_variable(
+                (blocks_of(lanes.k),), tf.float32, f"scalecom/{tensor.name}/scales", device
             )
-            self._lanes[tensor.name] = lanes
-            if tensor.levels:
-                self.scales[tensor.name] = make_variable(
-                    (blocks_of(lanes.k),),
-                    tf.float32,
-                    f"scalecom/{tensor.name}/scales",
-                    tensor.residue.device,
-                )
 
     def as_dict(self) -> dict[str, Any]:
         """What `take_up` reads: plain numbers and arrays."""

@@ -6,7 +6,7 @@ Horovod matches tensors by name, so all ranks must use the same names. Imports a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,28 +16,18 @@ import tensorflow as tf
 
 from scalecom_hvd.agreement import Names, is_elastic
 
+TENSORFLOW_1 = (
+    "ScaleCom does not work with TensorFlow 1's graphs, sessions and optimizers (tf.compat.v1). "
+    "Train eagerly or in a tf.function, without tf.Graph and tf.compat.v1.disable_v2_behavior(), "
+    "and with an optimizer of tf.keras.optimizers or hvd.DistributedGradientTape"
+)
 
-def runs_eagerly() -> bool:
-    """Whether variables are eager: always, except in TensorFlow 1's graphs and sessions."""
+
+def refuse_graphs_of_tensorflow_1() -> None:
+    """Raise RuntimeError in a graph of TensorFlow 1, where variables are not eager."""
     with tf.init_scope():
-        return tf.executing_eagerly()
-
-
-def values_now(make: Callable[[], list[tf.Tensor]]) -> list[np.ndarray]:
-    """The values of the tensors that `make` gives.
-
-    They are computed at once, even while a function is traced or a graph is built.
-    """
-    if runs_eagerly():
-        with tf.init_scope():
-            # Make a function, because operations that run one by one have no names. Make it
-            # concrete, because TensorFlow warns if there are many functions.
-            function = tf.function(make, autograph=False).get_concrete_function()
-            return [tensor.numpy() for tensor in function()]
-    with tf.Graph().as_default():
-        tensors = make()
-        with tf.compat.v1.Session() as session:
-            return session.run(tensors)
+        if not tf.executing_eagerly():
+            raise RuntimeError(TENSORFLOW_1)
 
 
 def _named_in_errors(operation: str) -> AbstractContextManager[str]:
@@ -139,7 +129,10 @@ class Transport:
             )
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
-        """Every rank's JSON value, in order of position. Blocks until all ranks have called it."""
+        """Every rank's JSON value, in order of position. Blocks until all ranks have called it.
+
+        They are gathered at once, even while a function is traced.
+        """
         payload = np.frombuffer(json.dumps(value).encode(), np.uint8)
 
         def gathered() -> list[tf.Tensor]:
@@ -149,7 +142,11 @@ class Transport:
                     self._gather(tf.constant(payload), name),
                 ]
 
-        sizes, joined = values_now(gathered)
+        with tf.init_scope():
+            # Make a function, because operations that run one by one have no names. Make it
+            # concrete, because TensorFlow warns if there are many functions.
+            function = tf.function(gathered, autograph=False).get_concrete_function()
+            sizes, joined = (tensor.numpy() for tensor in function())
         return [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(sizes)[:-1])]
 
     def _gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:

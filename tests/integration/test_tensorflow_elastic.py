@@ -78,7 +78,6 @@ def mean_loss(diary, first, last):
     ("kind", "settings"),
     [
         ("tape", {"rate": 20, "bits": 32}),
-        ("tape", {"rate": 20, "warmup_steps": 30, "warmup_rate": 4}),  # both happen in the warm-up
         (
             "tape",
             {
@@ -142,7 +141,7 @@ def test_a_worker_is_killed_and_another_one_comes(diaries, kind, settings):
     assert of(newcomer, "step")[0]["step"] == GROWN_AT + 1 + 3 * extra
     for first in of(newcomer, "first"):
         # At most what was sent may be off.
-        sent = 0 if settings.get("bits") == 32 else 1 / settings.get("warmup_rate", 20)
+        sent = 0 if settings.get("bits") == 32 else 1 / 20
         assert first["off"] <= 1.1 * sent, "the newcomer's residues did not start at zero"
         assert (first["kept"] == 0) == settings.get("lookahead", False), (
             "look-ahead has no choices in common, and sends a step whole"

@@ -68,7 +68,7 @@ def in_tensorflow(settings: dict[str, Any] | None) -> tuple[Callable, Callable, 
 
     def report() -> dict[str, Any]:
         (exchange,) = optimizer.compression.exchanges()
-        k = {name: [t.lanes[1].k, t.lanes[1].numel] for name, t in exchange.tensors.items()}
+        k = {name: [t.lanes.k, t.lanes.numel] for name, t in exchange.tensors.items()}
         return optimizer.compression.stats() | {"k": k}
 
     return step, report, hvd

@@ -25,7 +25,7 @@ MODES = [
         "leader": "staggered",
         "bucket_bytes": 10_000,
     },
-    {"bits": 3, "rate": 16, "warmup_steps": 2, "warmup_rate": 4},
+    {"bits": 3, "rate": 16, "warmup_steps": 2},
 ]
 
 

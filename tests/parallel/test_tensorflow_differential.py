@@ -35,7 +35,7 @@ MODES = (
     {"leader": "staggered", "bucket_bytes": 700},
     {"lookahead": True, "warmup_steps": 2},
     {"warmup_steps": 1},
-    {"bits": 3, "warmup_steps": 2, "warmup_rate": 2},
+    {"bits": 3, "warmup_steps": 2},
     {"bits": 2, "lookahead": True},
 )
 RATE_OF_LEARNING = 0.1

@@ -198,21 +198,6 @@ def test_only_steps_that_are_applied_are_mixed(kinds):
     assert_descended(model, optimizer, expected)
 
 
-def test_a_warm_up_that_is_compressed_has_a_smaller_kappa():
-    model = linear()
-    compression = hvd.ScaleCom(**SETTINGS | {"warmup_steps": 4, "warmup_rate": 2})
-    optimizer = hvd.DistributedOptimizer(NEW.SGD(LR, 0.9), compression=compression)
-    fit(model, optimizer)
-    kappa, early = (kappa_of(rate, None) for rate in (compression.config.rate, 2))
-    expected = descend(
-        "SGD",
-        MOMENTUM,
-        list(averages(compression)),
-        lambda name, step: kappas_of(early if step < 4 else kappa)(name, step),
-    )
-    assert_descended(model, optimizer, expected)
-
-
 @pytest.mark.parametrize(
     "kinds", [NEW, pytest.param(LEGACY, marks=pytest.mark.long)], ids=["new", "legacy"]
 )
@@ -296,11 +281,6 @@ def keras_optimizer(compression):
     hvd.DistributedOptimizer(NEW.SGD(), compression=compression)
 
 
-def v1_optimizer(compression):
-    v1 = tf.compat.v1.train.MomentumOptimizer(0.1, 0.9)
-    scalecom_hvd.tensorflow.DistributedOptimizer(v1, compression=compression)
-
-
 def tape(compression):
     scalecom_hvd.tensorflow.DistributedGradientTape(tf.GradientTape(), compression=compression)
 
@@ -314,12 +294,11 @@ def test_who_takes_it_first_settles_nu_and_beta():
     assert settled(hvd.ScaleCom(), keras_optimizer) == (None, 1)
     assert settled(hvd.ScaleCom(beta=0.5), keras_optimizer) == (None, 0.5)
     assert settled(hvd.ScaleCom(nu=0.7), keras_optimizer) == (0.7, 1)
-    for take in (v1_optimizer, tape):
-        assert settled(hvd.ScaleCom(), take, keras_optimizer) == (1, 0.2)
-        with pytest.raises(ValueError, match="Leave nu out, and make a ScaleCom that"):
-            take(hvd.ScaleCom(nu=0.7))
-        with pytest.raises(ValueError, match="Leave nu out, and make a ScaleCom that"):
-            settled(hvd.ScaleCom(), keras_optimizer, take)
+    assert settled(hvd.ScaleCom(), tape, keras_optimizer) == (1, 0.2)
+    with pytest.raises(ValueError, match="Leave nu out, and make a ScaleCom that"):
+        tape(hvd.ScaleCom(nu=0.7))
+    with pytest.raises(ValueError, match="Leave nu out, and make a ScaleCom that"):
+        settled(hvd.ScaleCom(), keras_optimizer, tape)
     published = hvd.ScaleCom.as_published(rate=400)
     assert settled(published, tape, keras_optimizer) == (1, 0.1)
     assert (published.config.rate, published.config.bits, published.config.flush) == (

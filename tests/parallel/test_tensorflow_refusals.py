@@ -28,10 +28,8 @@ def step(compression, shapes=SHAPES, grads=None, traced=False, **arguments):
 
 def test_adasum_and_other_operations():
     tape = tf.GradientTape()
-    v1 = tf.compat.v1.train.GradientDescentOptimizer(0.1)
     for make in (
         lambda op: hvd.DistributedGradientTape(tape, compression=hvd.ScaleCom(), op=op),
-        lambda op: hvd.DistributedOptimizer(v1, compression=hvd.ScaleCom, op=op),
         lambda op: hvd.DistributedOptimizer(
             tf.keras.optimizers.SGD(), compression=hvd.ScaleCom, op=op
         ),
@@ -58,17 +56,46 @@ def test_settings_that_cannot_work():
     for settings, error, message in (
         ({"rate": 0.5}, ValueError, "at least 1"),
         ({"beta": 0}, ValueError, "beta must be in"),
-        (
-            {"warmup_steps": 3, "warmup_rate": 4, "lookahead": True},
-            ValueError,
-            "leave one of them out",
-        ),
+        ({"warmup_steps": 3, "warmup_rate": 4}, ValueError, "a warm-up is sent whole. Leave out"),
         ({"ratte": 5}, ValueError, "no setting ratte; did you mean rate"),
         ({"named_parameters": []}, TypeError, "named_parameters is for PyTorch"),
         ({"loss_scale": 1024}, TypeError, "must be a LossScaleOptimizer or a callable"),
     ):
         with pytest.raises(error, match=message):
             hvd.ScaleCom(**settings)
+    hvd.ScaleCom(warmup_rate=4)
+
+
+def test_tensorflow_1():
+    says = r"does not work with TensorFlow 1's graphs.*Train eagerly or in a tf.function"
+    v1, made = tf.compat.v1.train.GradientDescentOptimizer(0.1), hvd.ScaleCom()
+    for library in (hvd, keras):
+        for compression in (hvd.ScaleCom, made):
+            with pytest.raises(TypeError, match=says):
+                library.DistributedOptimizer(v1, compression=compression)
+
+    def average(compression):
+        weights = tf.Variable(tf.zeros([3000]))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weights)
+        hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, [weights])
+
+    def update():
+        weights = tf.Variable(tf.zeros([3000]))
+        optimizer.minimize(lambda: tf.reduce_sum(weights), [weights])
+
+    sgd = tf.keras.optimizers.legacy.SGD
+    optimizer = hvd.DistributedOptimizer(sgd(0.1), compression=made)
+    with tf.Graph().as_default():
+        for use in (
+            hvd.ScaleCom,
+            lambda: hvd.DistributedOptimizer(sgd(0.1), compression=hvd.ScaleCom),
+            lambda: average(hvd.ScaleCom()),
+            lambda: average(made),
+            update,
+        ):
+            with pytest.raises(RuntimeError, match=says):
+                use()
 
 
 def test_complex_variables():

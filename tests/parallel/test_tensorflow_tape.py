@@ -1,7 +1,4 @@
-"""Tapes in custom loops, eager and traced, and TensorFlow 1's optimizers.
-
-These optimizers run in graphs and without them.
-"""
+"""Tapes in custom loops, eager and traced."""
 
 import horovod.tensorflow as stock
 import numpy as np
@@ -199,19 +196,6 @@ def test_a_custom_loop(traced):
     np.testing.assert_allclose(
         run(hvd, hvd.ScaleCom(rate=1)), run(stock, stock.Compression.none), rtol=1e-4
     )
-
-
-def test_a_warm_up_at_a_rate_of_its_own():
-    compression = scalecom(rate=30, bits=3, warmup_steps=2, warmup_rate=4)
-    step, sent = Step(variables(SHAPES), compression), []
-    for number in range(3):
-        step(gradients(SHAPES, hvd.rank(), number))
-        sent.append(compression.stats())
-    # Small tensors are sent whole, so the model's rates are a little lower.
-    assert sent[0]["rate"] == sent[1]["rate"] < 4.1
-    assert sent[2]["rate"] > 20
-    assert sent[1]["bytes_values"] > 5 * sent[2]["bytes_values"]
-    assert sent[1]["bytes_offsets"] > 2 * sent[2]["bytes_offsets"]
 
 
 def test_the_bare_class_is_one_object_for_all_tapes(monkeypatch):
@@ -536,160 +520,6 @@ def test_process_sets_have_leaders_of_their_own():
         np.testing.assert_array_equal(untouched[name], grads[name])
     for process_set in sets:
         hvd.remove_process_set(process_set)
-
-
-# TensorFlow 1's optimizers.
-
-
-@pytest.mark.parametrize("traced", [pytest.param(False, marks=pytest.mark.long), True])
-def test_optimizers_of_tensorflow_1_without_a_graph(traced):
-    def run(library, compression):
-        model = net()
-        optimizer = library.DistributedOptimizer(
-            tf.compat.v1.train.GradientDescentOptimizer(0.1), compression=compression
-        )
-
-        def step(x, y):
-            optimizer.minimize(
-                lambda: tf.reduce_mean(tf.square(model(x) - y)), var_list=model.trainable_variables
-            )
-            return tf.reduce_mean(tf.square(model(x) - y))
-
-        return train(model, tf.function(step, autograph=False) if traced else step, 4), optimizer
-
-    losses, optimizer = run(hvd, scalecom(rate=4))
-    assert losses[3] < losses[0]  # both losses are of the same batch
-    assert optimizer.compression.stats()["step"] == 4
-    np.testing.assert_allclose(
-        run(hvd, hvd.ScaleCom(rate=1))[0], run(stock, stock.Compression.none)[0], rtol=1e-4
-    )
-
-
-def in_a_graph(library, compression, passes=1, monitored=False, steps=range(6), state=None):
-    """Run some steps with the usual gradients.
-
-    Return the variables, and what the ScaleCom says of the steps. state: to go on from.
-    """
-    with tf.Graph().as_default():
-        initial = float(hvd.rank()) if monitored else 0.0
-        model = {
-            name: tf.compat.v1.get_variable(
-                name, shape, initializer=tf.compat.v1.constant_initializer(initial)
-            )
-            for name, shape in SHAPES.items()
-        }
-        feeds = {
-            name: tf.compat.v1.placeholder(tf.float32, shape) for name, shape in SHAPES.items()
-        }
-        loss = tf.add_n([tf.reduce_sum(model[name] * feeds[name]) for name in SHAPES])
-        optimizer = library.DistributedOptimizer(
-            tf.compat.v1.train.MomentumOptimizer(1.0, 0.0),
-            compression=compression,
-            backward_passes_per_step=passes,
-        )
-        global_step = tf.compat.v1.train.get_or_create_global_step()
-        minimize = optimizer.minimize(loss, global_step=global_step)
-        if monitored:
-            session = tf.compat.v1.train.MonitoredTrainingSession(
-                hooks=[library.BroadcastGlobalVariablesHook(0)]
-            )
-        else:
-            session = tf.compat.v1.Session()
-            session.run(tf.compat.v1.global_variables_initializer())
-            if passes > 1:
-                session.run(
-                    [
-                        optimizer._agg_helper.counter.initializer,
-                        *(v.initializer for v in optimizer._agg_helper.locally_aggregated_grads),
-                    ]
-                )
-        with session:
-            if state is not None:
-                compression.load_state_dict(state)
-            for number in steps:
-                grads = gradients(SHAPES, hvd.rank(), number)
-                session.run(minimize, {feeds[name]: grads[name] for name in SHAPES})
-            values = session.run(model)
-            if library is stock:
-                return values, None, None
-            plain = session._tf_sess() if monitored else session
-            with plain.as_default():
-                return values, compression.state_dict(), compression.stats()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({}, marks=pytest.mark.long), {"passes": 2}, {"monitored": True}],
-    ids=str,
-)
-def test_graphs_and_sessions(options):
-    ours, _, _ = in_a_graph(hvd, hvd.ScaleCom(rate=1), **options)
-    theirs, _, _ = in_a_graph(stock, stock.Compression.none, **options)
-    for name in SHAPES:
-        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "mode"),
-    [
-        pytest.param({}, MODES[0], marks=pytest.mark.long),
-        ({"passes": 2}, MODES[1]),
-        pytest.param({"monitored": True}, MODES[2], marks=pytest.mark.long),
-        ({}, {"bits": 3, "rate": 16, "warmup_steps": 3, "warmup_rate": 4}),
-    ],
-    ids=str,
-)
-def test_nothing_is_lost_in_graphs_and_sessions(options, mode):
-    compression = scalecom(**mode)
-    values, state, stats = in_a_graph(hvd, compression, **options)
-    assert stats["step"] == 6 // options.get("passes", 1)
-    assert stats["residue_norm"] > 0
-    for name, value in values.items():
-        residue = state["residues"].get(name, np.zeros(SHAPES[name], np.float32))
-        waits = tf.constant(residue / compression.config.beta)
-        left = hvd.allreduce(waits, op=hvd.Sum, name=f"left.{name}").numpy()
-        came_in = sum(
-            gradients(SHAPES, rank, number)[name]
-            for rank in range(hvd.size())
-            for number in range(6)
-        )
-        np.testing.assert_allclose(-value * hvd.size() + left, came_in, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.long
-def test_resuming_in_a_graph_is_bit_identical():
-    settings = {"beta": 0.5, "lookahead": True}
-    straight, state, _ = in_a_graph(hvd, scalecom(**settings))
-    first, saved, _ = in_a_graph(hvd, scalecom(**settings), steps=range(3))
-    second, resumed, stats = in_a_graph(hvd, scalecom(**settings), steps=range(3, 6), state=saved)
-    assert stats["step"] == 6
-    for name in SHAPES:
-        np.testing.assert_allclose(first[name] + second[name], straight[name], rtol=1e-5, atol=1e-5)
-    for name, residue in state["residues"].items():
-        np.testing.assert_array_equal(resumed["residues"][name], residue)
-
-
-@pytest.fixture
-def behaviour_of_tensorflow_1():
-    """What tf.compat.v1.disable_v2_behavior() changes besides eager execution.
-
-    It changes Dimensions, reference variables, and control flow.
-    """
-    changes = ("v2_tensorshape", "resource_variables", "control_flow_v2")
-    for change in changes:
-        getattr(tf.compat.v1, f"disable_{change}")()
-    yield
-    for change in changes:
-        getattr(tf.compat.v1, f"enable_{change}")()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("options", "mode"), [({"passes": 2}, MODES[0]), ({"monitored": True}, MODES[1])], ids=str
-)
-@pytest.mark.usefixtures("behaviour_of_tensorflow_1")
-def test_nothing_is_lost_with_the_behaviour_of_tensorflow_1(options, mode):
-    test_nothing_is_lost_in_graphs_and_sessions(options, mode)
 
 
 @pytest.mark.long
