@@ -155,29 +155,6 @@ def check_operation(op: object, predivide: float, horovod: ModuleType) -> None:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
 
 
-def warn_of_half_sums(sums_halves: bool, on_gpus: bool, horovod: ModuleType) -> None:
-    """Log a warning if Gloo sums float16 values.
-
-    Horovod 0.28.1 uses Gloo if it runs without MPI, except for values on GPUs if it has NCCL.
-
-    If a sum's value is the first summand's bit pattern read as a whole number, Gloo takes the sum
-    for nothing new, and drops it: 2**-24 + 1 is 2**-24 there. This hits two in a million pairs of
-    random magnitudes, and no pair of normally distributed ones. What is dropped is in no residue.
-
-    Args:
-        sums_halves: whether float16 values are summed at all.
-        on_gpus: whether all of them are on GPUs.
-        horovod: Horovod's module for the framework.
-    """
-    by_nccl = on_gpus and horovod.nccl_built()
-    if sums_halves and not horovod.mpi_enabled() and not by_nccl:
-        log.warning(
-            "wire_dtype='float16' loses values over Gloo: Horovod 0.28.1 drops about 2 in a "
-            "million of its float16 sums. Run under MPI (mpirun, horovodrun --mpi), or leave out "
-            "wire_dtype (or quantiser=hvd.Float16())"
-        )
-
-
 def digest_of(offsets: Mapping[str, NDArray[Any]]) -> str | None:
     """A digest of arrays and their names, for ranks to compare. None if there are no arrays."""
     if not offsets:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import json
 import math
 import numbers
@@ -19,7 +18,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
 import yaml
 
 from scalecom_hvd.integers import levels_of
@@ -148,16 +146,7 @@ class ScaleComConfig:
     values then travel at the same cost: with four workers, 4 bits at rate 8 cost as much as 32 bits
     at rate 33. The rounding error stays in the residue. Bytes grow with the logarithm of the number
     of workers. 32: values travel as the residue has them, which is the paper's form. None: 4, but
-    32 with wire_dtype, with a quantiser, or with a method that does not support few bits.
-    """
-
-    wire_dtype: Literal["float16"] | None = None
-    """The dtype in which values travel.
-
-    None: the residue's. "float16": values take half the bytes, are summed in float16, and divided
-    in float32. Their rounding error stays in the residue. The rounding error of the sum, 2^-11 of
-    the sum, is lost. On CPUs this pays only on slow networks. Horovod's own optimizer refuses it,
-    because it divides in float16. Gloo in Horovod 0.28.1 drops some float16 sums: the log warns.
+    32 with a quantiser, or with a method that does not support few bits.
     """
 
     bucket_bytes: int = 25 * 2**20
@@ -239,7 +228,6 @@ class ScaleComConfig:
         choices = {
             "selection": ("lanes", "exact"),
             "leader": ("cyclic", "staggered"),
-            "wire_dtype": (None, "float16"),
             "residue_dtype": (None, "float32", "float64"),
         }
         for name, allowed in choices.items():
@@ -253,8 +241,6 @@ class ScaleComConfig:
                 f"bits must be from 2 to 8, or 32 (values are not quantised), not {self.bits}. 3 "
                 "is best for most models"
             )
-        if few_bits and self.wire_dtype is not None:
-            raise ValueError("bits and wire_dtype exclude each other: leave one of them out")
         self._check_automatic()
 
     def _check_automatic(self) -> None:
@@ -305,7 +291,7 @@ class ScaleComConfig:
         if None not in (rate, bits, beta) and nu == self.nu:
             return self
         if bits is None:
-            bits = 4 if knows_bits and self.wire_dtype is None else 32
+            bits = 4 if knows_bits else 32
         if rate is None:
             rate = 8.0 if bits < 32 else 100.0
         if beta is None:
@@ -429,23 +415,6 @@ class ScaleComConfig:
         return {name: 1.0 if name in whole else chosen.get(name, rate) for name in shapes}
 
 
-@functools.cache
-def float16_limit(n_workers: int) -> float:
-    """The largest magnitude that is sent as float16. What is cut off stays in the residue.
-
-    The sum of n such values is finite. It is computed in float16, in any order, and every addition
-    but the last may round up by 16, half of the widest gap between float16 values. (For more than
-    2000 workers this need not be counted: in sums that large, values below 16 are lost.)
-
-    Args:
-        n_workers: how many values are added.
-    """
-    largest_sum = max(65504 - 16 * max(n_workers - 2, 0), 65504 / 2)
-    limit = largest_sum / n_workers
-    rounded = np.float16(limit)
-    return float(rounded if rounded <= limit else np.nextafter(rounded, np.float16(0)))
-
-
 def largest_gradient(residue_dtype: str) -> float:
     """The largest magnitude of a gradient element that a residue takes up, in the residue's units.
 
@@ -497,6 +466,8 @@ def _check_names(names: Iterable[str], complaint: str, spell: Callable[[str], st
                     f"does the same for accuracy. Leave it out, or give {spell('nu')}=1 where it "
                     "was 0"
                 )
+            if name == "wire_dtype":
+                hint = f"values no longer travel in float16. Give {spell('bits')}=8, which is less"
             if name in OPTIMIZERS_ARGUMENTS:
                 hint = "that is an argument of DistributedOptimizer"
             raise ValueError(f"{complaint} {spell(str(name))}; {hint}")

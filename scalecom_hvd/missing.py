@@ -34,7 +34,6 @@ TORCHS_ALONE = (
     "ECQSGD",
     "QSGD",
     "Diagnostics",
-    "Float16",
     "GTopK",
     "GlobalTopK",
     "LocalTopK",

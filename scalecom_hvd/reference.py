@@ -13,7 +13,7 @@ operations always makes the same selections:
 
     (1)  m <- m + beta * grad              the leader finds its top-k in the same pass
     (2)  v  = m[I] + (1 - beta) * grad[I]  equals acc at I
-         m[I] <- m[I] - beta * v̂           v̂: what was really sent, v rounded to the wire dtype
+         m[I] <- m[I] - beta * v̂           v̂: what was really sent
 
 In these units, a residue holds beta times what waits. acc holds the whole gradient, and beta times
 what waits. With `flush` (not in the paper), a worker sends everything that waits at the chosen
@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from scalecom_hvd.config import ScaleComConfig, float16_limit, largest_gradient
+from scalecom_hvd.config import ScaleComConfig, largest_gradient
 from scalecom_hvd.integers import BLOCK, SMALLEST_SCALE, scale_divisor
 from scalecom_hvd.lanes import Lanes
 
@@ -160,7 +160,7 @@ class ScaleComReference:
             m[i] += beta * grad[i]  # (1)
             waited = m[i][I] - beta * grad[i][I]
             more = self._more(waited, grad[i][I])
-            v = self._to_wire(m[i][I] + rest * grad[i][I] + more)  # (2)
+            v = m[i][I] + rest * grad[i][I] + more  # (2)
             m[i][I] -= beta * v
             sent.append(v)
         return I, sent
@@ -183,7 +183,9 @@ class ScaleComReference:
         beta = m[0].dtype.type(self.config.beta)
         sent = []
         for i in range(self.n_workers):
-            v = self._to_wire(self._value(m[i][I], grad[i][I]), scale)  # (2)
+            v = self._value(m[i][I], grad[i][I])  # (2)
+            if scale is not None:
+                v = integers(v, scale, self.config.levels) * scale
             m[i][I] -= beta * v
             m[i] += beta * grad[i]  # (1)
             sent.append(v)
@@ -222,15 +224,6 @@ class ScaleComReference:
         if self.step_number < config.warmup_steps:
             rate = config.rate_in_warmup(rate)
         return select(acc, Lanes(acc.size, rate), config.selection)
-
-    def _to_wire(self, v: Array, scale: Array | None = None) -> Array:
-        """v̂, what travels for values `v`: integers times scales, or values in the wire dtype."""
-        if scale is not None:
-            return integers(v, scale, self.config.levels) * scale
-        if self.config.wire_dtype == "float16":
-            limit = float16_limit(self.n_workers)
-            v = np.clip(v, -limit, limit).astype(np.float32).astype(np.float16).astype(v.dtype)
-        return v
 
 
 def select(accumulator: Array, lanes: Lanes, selection: str) -> Indices:

@@ -21,8 +21,9 @@ Saved = Mapping[str, Any]
 STATE_VERSION = 2
 # Settings that may differ between a checkpoint and the run that loads it: residues mean the same.
 _WARMUP = ("warmup_steps", "warmup_rate")
-# (step_ahead is a setting of earlier states.)
-_FREE_SETTINGS = (*_WARMUP, "total_steps", "flush", "nu", "step_ahead")
+# Settings of earlier releases, which do not matter either.
+_GONE = ("step_ahead", "wire_dtype")
+_FREE_SETTINGS = (*_WARMUP, *_GONE, "total_steps", "flush", "nu")
 # Settings that may also differ for ScaleCom. They may not for other methods and quantisers, which
 # draw, or choose, bucket by bucket. (If leaders are staggered, they take other turns.)
 _FREE_FOR_SCALECOM = ("bucket_bytes",)

@@ -51,7 +51,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from scalecom_hvd.agreement import NUMBERS
-from scalecom_hvd.exchange.collectives import SUMMED, CollectiveError
+from scalecom_hvd.exchange.collectives import CollectiveError
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -298,8 +298,8 @@ class ProcessGroupCollectives:
         return ProcessGroupWork(name, group, group.broadcast([buffer], options), buffer)
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> ProcessGroupWork:
-        """Average (or sum) over ranks, in place. The dtypes in SUMMED are always summed."""
-        divides = not self._sums and buffer.dtype not in SUMMED
+        """Average (or sum) over ranks, in place. int32 is always summed."""
+        divides = not self._sums and buffer.dtype != torch.int32
         then = (lambda total: total.mul_(self.share)) if divides else None
         group = self._group_for(buffer)
         return ProcessGroupWork(name, group, group.allreduce([buffer]), buffer, then)

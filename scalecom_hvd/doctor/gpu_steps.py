@@ -26,7 +26,7 @@ SHAPES = {"weight": (300, 170), "bias": (300,), "odd": (7, 9, 11), "table": (100
 KINDS: dict[str, dict[str, Any]] = {
     "the defaults": {},
     "32 bits": {"bits": 32, "beta": 0.3},
-    "32 bits, look-ahead, float16 values": {"bits": 32, "lookahead": True, "wire_dtype": "float16"},
+    "32 bits, look-ahead": {"bits": 32, "lookahead": True},
     "few bits, look-ahead": {"lookahead": True},
     "local top-k": {"compression": LocalTopK, "rate": 50},
     "random-k": {"compression": RandomK, "rate": 50},

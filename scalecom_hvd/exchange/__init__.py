@@ -27,7 +27,7 @@ from scalecom_hvd.exchange.methods import (
     ScaleCom,
     State,
 )
-from scalecom_hvd.exchange.quantisers import QSGD, BinMeans, Float16, Quantiser, Sign
+from scalecom_hvd.exchange.quantisers import QSGD, BinMeans, Quantiser, Sign
 from scalecom_hvd.exchange.recipes import diloco, sparseloco
 from scalecom_hvd.exchange.simulator import Simulation
 
@@ -39,7 +39,6 @@ __all__ = [
     "CollectiveError",
     "Collectives",
     "Exchange",
-    "Float16",
     "GTopK",
     "GlobalTopK",
     "LocalSteps",

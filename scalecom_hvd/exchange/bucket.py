@@ -24,7 +24,6 @@ import torch
 from torch.profiler import record_function
 
 from scalecom_hvd.bucket_layout import Layout, pack_halves, unpack_halves
-from scalecom_hvd.config import float16_limit
 from scalecom_hvd.exchange.accumulators import accumulate, commit
 from scalecom_hvd.exchange.background_thread import BackgroundThread, Job
 from scalecom_hvd.exchange.collectives import Step, Wait
@@ -69,8 +68,7 @@ class Bucket:
         like: {name: tensor} of at least these, with their shapes, dtypes and devices.
         residues: the residues of the compressed tensors.
         ranks: how many ranks there are.
-        share: the factor that turns a sum over ranks into the average. Float16 values are summed,
-            and multiplied by `share` once they are in a wider dtype again.
+        share: the factor that turns a sum over ranks into the average. Integers are summed.
         thread: runs kernels that need no Python while backward runs. None: no thread does.
         copies: whether a step that is sent whole leaves gradients as they are until it counts.
 
@@ -124,9 +122,8 @@ class Bucket:
         wire = next((tensor.wire_dtype for tensor in self.tensors), wide)
         dense = {name: like[name] for name in names if name not in self.compressed}
         # Tensors sent whole are averaged in their own dtype, so no narrow values join them.
-        assert not dense or wire == wide, "narrow values and tensors sent whole share no bucket"
-        # In these dtypes ranks make sums, which are divided afterwards.
-        self._share = share if wire in (torch.float16, torch.int8) else 1.0
+        assert not dense or wire == wide, "integers and tensors sent whole share no bucket"
+        self._share = share
 
         self._levels = self.tensors[0].levels if self.tensors else 0
         geometries = {tensor.name: tensor.geometry for tensor in self.tensors}
@@ -160,9 +157,7 @@ class Bucket:
             self._values = IntegerValues(self._layout.n_values, self._levels, ranks, self._device)
         else:
             self._values = Values(self._layout.n_values, dense, wire, self._device)
-        values = self._values.compressed
-        sent = values if self._levels else torch.zeros_like(values)  # integers travel in a copy
-        self._wire = Wire(self._offsets[0], values, sent, float16_limit(ranks))
+        self._wire = Wire(self._offsets[0], self._values.compressed)
         # The index of each value's scale. A CPU is faster without it, tensor by tensor.
         has_index = self._levels and self._device.type != "cpu"
         self._scale_of = scale_numbers(self.counts).to(self._device) if has_index else None
@@ -185,13 +180,12 @@ class Bucket:
         self.forget()
 
     def averages_taken(self) -> torch.Tensor:
-        """The averages (k,) of the last values of `take`, once they have arrived.
-
-        For narrow values these are sums, which `scatter` multiplies by `share`.
-        """
-        if isinstance(self._values, Values) or self.whole:
+        """The averages (k,) of the last values of `take`, once they have arrived."""
+        if isinstance(self._values, Values):
+            return self._values.averages
+        if self.whole:
             return self._values.compressed
-        return self.scaled(self._values.sums())
+        return self.scaled(self._values.sums()).mul_(self._share)
 
     def scaled(self, sums: torch.Tensor) -> torch.Tensor:
         """Sums of integers (k,), times the scales that `take_and_accumulate` used for them."""
@@ -275,8 +269,7 @@ class Bucket:
     def take(self, offsets: torch.Tensor) -> Step[torch.Tensor]:
         """(2) v = m[I] + (1 - beta)*g[I], which is acc at I; m[I] <- m[I] - beta*v.
 
-        With config.flush v is larger; see reference.py. Call `accumulate` first. Returns v (k,) as
-        it travels, rounded to the wire dtype. The residue keeps the rounding error.
+        With config.flush v is larger; see reference.py. Call `accumulate` first. Returns v (k,).
 
         Raises:
             RuntimeError: `accumulate` was not called first, or values have few bits.
@@ -412,8 +405,8 @@ class Bucket:
         Args:
             where: indices. If one occurs several times, its values add up. After moves in place:
                 the offsets at which values were taken.
-            averages: one for each index, the same on every rank. After moves in place: what `take`
-                returned, averaged in place.
+            averages: one for each index, the same on every rank. After moves in place: the averages
+                of what `take` returned.
 
         Raises:
             ValueError: there are more or fewer averages than indices.
@@ -559,7 +552,7 @@ class Bucket:
             if self.whole or name not in self.compressed:
                 yield self._reduced.whole[name].float()
             else:
-                yield compressed[name].float() * self._share / self.scale
+                yield compressed[name].float() / self.scale
 
     def _compressed_averages(self) -> Iterable[torch.Tensor]:
         if self._has_accumulators:
@@ -595,7 +588,7 @@ class Bucket:
         offsets, averages = self._received
         with record_function("scalecom.scatter"):
             for kernel, members in self._kernels:
-                kernel.scatter([own[i] for i in members], offsets, averages, self._share)
+                kernel.scatter([own[i] for i in members], offsets, averages)
 
     def spoil(self) -> None:
         """Make every gradient NaN. This shows on all ranks that the step does not count."""

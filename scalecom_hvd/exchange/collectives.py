@@ -17,8 +17,6 @@ import torch
 from scalecom_hvd.agreement import Numbers
 
 LAST = sys.maxsize
-# For these dtypes `all_reduce` always gives the sum, whatever the optimizer asks for.
-SUMMED = (torch.float16, torch.int32)
 
 Result = TypeVar("Result")
 
@@ -63,7 +61,7 @@ class Collectives(Protocol):
     nobody writes to it.
 
     What travels: contiguous tensors, on the parameters' device or on the CPU. Some of them are
-    views. `all_reduce` is asked for float16, float32, float64 and int32. `broadcast` is asked for
+    views. `all_reduce` is asked for float32, float64 and int32. `broadcast` is asked for
     bytes (uint8), floats and what a method brings. `gather` is asked for these and int64.
 
     When a rank fails, the `wait` of all others must raise an error, such as CollectiveError.
@@ -125,9 +123,8 @@ class Collectives(Protocol):
     def all_reduce(self, buffer: torch.Tensor, name: str) -> Work:
         """Multiply the sum of all ranks' buffers by `share`, in place.
 
-        For the dtypes of SUMMED, give the sum itself. The caller converts it to other numbers, and
-        then multiplies. Dividing in float16 would lose small values for good, and words of fields
-        (integers.py) cannot be divided. Sums of words may wrap around: a word has no sign.
+        For int32, give the sum itself, because words of fields (integers.py) cannot be divided. The
+        sum may wrap around: a word has no sign.
         """
         ...
 

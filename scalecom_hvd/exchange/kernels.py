@@ -64,7 +64,7 @@ class TensorSlot:
         return buffer[self.scales_at : self.scales_at + 4 * count].view(torch.float32)
 
     def values(self, buffer: torch.Tensor) -> torch.Tensor:
-        """This tensor's values (k,) in a buffer of the wire dtype."""
+        """This tensor's values (k,) in a buffer of values."""
         return buffer[self.values_at : self.values_at + self.geometry.k]
 
 
@@ -73,16 +73,12 @@ class Wire(NamedTuple):
 
     Attributes:
         offsets: the bytes of the chosen offsets, and of the scales of integers.
-        values: the buffer in which values travel. It is averaged in place, except that integers are
-            packed first.
-        sent: a buffer of the same size, for a copy of what was sent. For integers it is `values`.
-        limit: float16 values are clamped to +-limit.
+        values: what is sent, in the residues' dtype, or integers, int8. It must stay until the
+            step counts, so what travels is a copy.
     """
 
     offsets: torch.Tensor
     values: torch.Tensor
-    sent: torch.Tensor
-    limit: float
 
 
 Taken = tuple[float, Wire]
@@ -95,10 +91,10 @@ class Kernel(Protocol):
     m is the residue. g is the gradient times `scale`, which is 1 / loss scale, with zero for bad
     elements. An element is good if |g| <= config.largest_gradient. I stands for the indices.
 
-    The buffers `offsets` and `chosen` hold bytes; `values` and `sent` hold elements of the wire
-    dtype. The C and Triton kernels allocate nothing as large as these in a step. A frozen tensor is
-    no longer trained: its residue stays as it is, and zeros are sent. If values travel as integers
-    (`levels`), `choose` and then `take_and_accumulate` are used.
+    The buffers `offsets` and `chosen` hold bytes. The C and Triton kernels allocate nothing as
+    large as these in a step. A frozen tensor is no longer trained: its residue stays as it is, and
+    zeros are sent. If values travel as integers (`levels`), `choose` and then
+    `take_and_accumulate` are used.
     """
 
     def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None: ...
@@ -129,10 +125,10 @@ class Kernel(Protocol):
         ...
 
     def take(self, beta: float, share: float, extra: float, wire: Wire) -> Count:
-        """(2) values, sent <- v = m[I] + share*g[I]; m[I] <- m[I] - beta*sent.
+        """(2) values <- v = m[I] + share*g[I]; m[I] <- m[I] - beta*values.
 
-        v is rounded to the wire dtype. Returns how many values are not finite. They are sent as
-        zero.
+        With `levels`, v is rounded to integers times scales. Returns how many values are not
+        finite. They are sent as zero.
 
         Args:
             beta: the beta of the low-pass filter.
@@ -153,25 +149,22 @@ class Kernel(Protocol):
         ...
 
     def scatter(
-        self,
-        outputs: Sequence[torch.Tensor],
-        offsets: torch.Tensor,
-        values: torch.Tensor,
-        share: float = 1.0,
+        self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, averages: torch.Tensor
     ) -> None:
-        """Every output <- values * share / scale at I, zero elsewhere.
+        """Every output <- averages / scale at I, zero elsewhere.
 
-        Outputs are (N,), of the gradient's dtype. They may be the gradients.
+        Outputs are (N,), of the gradient's dtype. They may be the gradients. Averages have the
+        residues' dtype.
         """
         ...
 
     def roll_back(self, keep_gradients: bool = False) -> None:
         """Undo what was done to residues since `begin`, up to rounding.
 
-        If values were taken from a tensor: m[I] <- m[I] + beta*sent. If it accumulated:
+        If values were taken from a tensor: m[I] <- m[I] + beta*values. If it accumulated:
         m <- m - beta*g. The second is left out with `keep_gradients`, for gradients that are no
         longer what they were. Each kernel keeps track of its moves itself, because a move may fail
-        halfway. Offsets and sent values must be what they were.
+        halfway. Offsets and values must be what they were.
         """
         ...
 
@@ -236,10 +229,9 @@ class TorchKernel:
         bad: Count = 0
         for step in self._steps:
             slot, residue = step.slot, step.slot.residue
-            part, copy = slot.values(wire.values), slot.values(wire.sent)
+            part = slot.values(wire.values)
             if step.frozen:
                 part.zero_()
-                copy.zero_()
                 continue
             positions = _checked_positions(slot, wire.offsets)
             value = residue[positions]
@@ -250,12 +242,8 @@ class TorchKernel:
             finite = value.isfinite()
             value.masked_fill_(~finite, 0)
             if slot.levels:
-                part.copy_(integers_of(value, slot.scales(wire.offsets), slot.levels))
-            else:
-                if part.dtype == torch.float16:
-                    value.clamp_(-wire.limit, wire.limit)
-                part.copy_(value)
-                copy.copy_(part)
+                value = integers_of(value, slot.scales(wire.offsets), slot.levels)
+            part.copy_(value)
             residue[positions] -= _sent(slot, wire) * beta
             step.taken = beta, wire
             bad = bad + (finite.numel() - finite.count_nonzero())
@@ -271,17 +259,13 @@ class TorchKernel:
         return bad
 
     def scatter(
-        self,
-        outputs: Sequence[torch.Tensor],
-        offsets: torch.Tensor,
-        values: torch.Tensor,
-        share: float = 1.0,
+        self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, averages: torch.Tensor
     ) -> None:
         for slot, output in zip(self._slots, outputs, strict=True):
             kind = torch.float64 if output.dtype == torch.float64 else torch.float32
             positions = _checked_positions(slot, offsets)
             output.zero_()
-            scaled = slot.values(values).to(kind) * (share / self._scale)
+            scaled = slot.values(averages).to(kind) * (1 / self._scale)
             output[positions] = scaled.to(output.dtype)
 
     def roll_back(self, keep_gradients: bool = False) -> None:
@@ -358,7 +342,7 @@ def scale_numbers(counts: Sequence[int]) -> torch.Tensor:
 
 def _sent(slot: TensorSlot, wire: Wire) -> torch.Tensor:
     """What this rank sent (k,), in its residue's dtype."""
-    sent = slot.values(wire.sent).to(slot.residue.dtype, copy=True)
+    sent = slot.values(wire.values).to(slot.residue.dtype, copy=True)
     return scale_blocks_(sent, slot.scales(wire.offsets)) if slot.levels else sent
 
 
@@ -440,7 +424,7 @@ class NativeKernel:
         return bad
 
     def take(self, beta: float, share: float, extra: float, wire: Wire) -> int:
-        arguments = beta, self._scale, share, extra, *_addresses(wire), wire.limit
+        arguments = beta, self._scale, share, extra, *_addresses(wire)
         bad = native.checked(self._library.scalecom_take(*self._tensors, *arguments))
         self._taken = beta, wire
         return bad
@@ -448,23 +432,17 @@ class NativeKernel:
     def take_and_accumulate(
         self, beta: float, extra: float, wire: Wire, choose: int, chosen: torch.Tensor | None
     ) -> int:
-        to = _addresses(wire)
-        arguments = beta, self._scale, extra, *to, wire.limit, choose, _address(chosen)
+        arguments = beta, self._scale, extra, *_addresses(wire), choose, _address(chosen)
         bad = native.checked(self._library.scalecom_take_and_accumulate(*self._tensors, *arguments))
         self._taken, self._accumulated = (beta, wire), beta
         return bad
 
     def scatter(
-        self,
-        outputs: Sequence[torch.Tensor],
-        offsets: torch.Tensor,
-        values: torch.Tensor,
-        share: float = 1.0,
+        self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, averages: torch.Tensor
     ) -> None:
         grads = self._table["grad"].copy()
         self._table["grad"] = [output.data_ptr() for output in outputs]
-        is_half = values.dtype == torch.float16
-        arguments = share / self._scale, offsets.data_ptr(), values.data_ptr(), is_half
+        arguments = 1 / self._scale, offsets.data_ptr(), averages.data_ptr()
         try:
             native.checked(self._library.scalecom_scatter(*self._tensors, *arguments))
         finally:
@@ -474,11 +452,10 @@ class NativeKernel:
         roll_back = functools.partial(self._library.scalecom_roll_back, *self._tensors)
         if self._taken is not None:
             beta, wire = self._taken
-            offsets, _, sent, is_half = _addresses(wire)
-            roll_back(beta, self._scale, False, offsets, sent, is_half)
+            roll_back(beta, self._scale, False, *_addresses(wire))
             self._taken = None
         if self._accumulated and not keep_gradients:
-            roll_back(self._accumulated, self._scale, True, None, None, False)
+            roll_back(self._accumulated, self._scale, True, None, None)
         self._accumulated = 0.0
 
 
@@ -552,7 +529,5 @@ def _address(buffer: torch.Tensor | None) -> int | None:
     return None if buffer is None else buffer.data_ptr()
 
 
-def _addresses(wire: Wire) -> tuple[int, int, int, bool]:
-    """The addresses of a wire's buffers, and whether values are float16."""
-    offsets, values, sent, _ = wire
-    return offsets.data_ptr(), values.data_ptr(), sent.data_ptr(), values.dtype == torch.float16
+def _addresses(wire: Wire) -> tuple[int, int]:
+    return wire.offsets.data_ptr(), wire.values.data_ptr()

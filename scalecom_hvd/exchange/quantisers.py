@@ -1,11 +1,11 @@
-"""Quantisers: chosen values travel in 1 to 16 bits, and what rounding changes stays in the residue.
+"""Quantisers: chosen values travel in 1 to 8 bits, and what rounding changes stays in the residue.
 
 A `Quantiser` turns values into bytes and back, however they were chosen. With it,
 methods/quantised_values.py exchanges values between ranks. Horovod sums nothing narrower than 16
-bits, so values of fewer bits are gathered, as long as that is less traffic. If values are gathered,
+bits, so they are gathered, as long as that is less traffic. If values are gathered,
 each rank sends its k values of b bits n - 1 times. If they are summed, it sends values of 32 bits
 2 (n-1)/n times. So gathering is less traffic while n b < 64, where b includes the scales. Imports
-config and devices.
+devices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from scalecom_hvd.config import float16_limit
 from scalecom_hvd.exchange.devices import stream_id
 
 # How many values share a scale, unless the quantiser asks for fewer. A scale of 32 bits adds a
@@ -30,17 +29,15 @@ class Quantiser:
     A subclass defines `quantise` and `restore`, which say what a block becomes.
 
     Attributes:
-        bits: bits per value: 1, 2, 4 or 8 (Float16: 16).
+        bits: bits per value: 1, 2, 4 or 8.
         block: how many values of one tensor share scales. The scales travel with the values, in the
             values' dtype.
         scales: how many scales a block has.
         seed: the seed of random rounding, which differs from rank to rank.
         rounds: whether values change at all.
-        sums_halves: whether ranks that chose the same indices sum float16 values.
     """
 
     rounds: bool = True
-    sums_halves: bool = False
     bits: int
     block: int = BLOCK
     scales: int = 1
@@ -85,7 +82,7 @@ class Quantiser:
         raise NotImplementedError
 
     def pack(
-        self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int
+        self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator
     ) -> torch.Tensor:
         """Turn values into the bytes that travel: scales, then levels.
 
@@ -93,7 +90,6 @@ class Quantiser:
             values: (K,).
             counts: how many of the values belong to each tensor.
             random: the generator of random numbers.
-            ranks: how many ranks send.
 
         Returns:
             The bytes, uint8.
@@ -132,10 +128,6 @@ class Quantiser:
         scales = payload[:cut].view(like.dtype).view(-1, self.scales)
         levels = unpack_levels(payload[cut:], self.bits)[: like.numel()]
         return layout.collect(self.restore(scales, layout.spread(levels)))
-
-    def summands(self, payload: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
-        """The values that ranks sum instead of gathering: `sent`, which the bytes stand for."""
-        return sent
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -302,34 +294,6 @@ class BinMeans(Quantiser):
         return scales.gather(1, (levels & 3).long())
 
 
-class Float16(Quantiser):
-    """Half precision.
-
-    It is for LocalTopK and RandomK; ScaleCom has wire_dtype="float16". If ranks chose the same
-    indices, values are summed in half precision. If not, they are gathered. A value that is so
-    large that n such values would have no finite sum is cut off, and the rest stays in the residue.
-    """
-
-    bits, sums_halves = 16, True
-
-    def is_gathered(self, payload: torch.Tensor, sent: torch.Tensor, ranks: int) -> bool:
-        return False
-
-    def pack(
-        self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int
-    ) -> torch.Tensor:
-        limit = float16_limit(ranks)
-        return values.clamp(-limit, limit).half().view(torch.uint8)
-
-    def unpack(
-        self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]
-    ) -> torch.Tensor:
-        return payload.view(torch.float16).to(like.dtype)
-
-    def summands(self, payload: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
-        return payload.view(torch.float16)
-
-
 class Unrounded(Quantiser):
     """Leaves values as they are. quantiser=None stands for it."""
 
@@ -339,7 +303,7 @@ class Unrounded(Quantiser):
         return False
 
     def pack(
-        self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int
+        self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator
     ) -> torch.Tensor:
         return values.view(torch.uint8)
 
@@ -371,8 +335,7 @@ def quantiser_of(value: Quantiser | type[Quantiser] | None) -> Quantiser:
             )
         return value
     raise TypeError(
-        f"quantiser must be hvd.QSGD(levels=...), hvd.Sign(), hvd.BinMeans(), hvd.Float16() "
-        f"or None, not {value!r}"
+        f"quantiser must be hvd.QSGD(levels=...), hvd.Sign(), hvd.BinMeans() or None, not {value!r}"
     )
 
 

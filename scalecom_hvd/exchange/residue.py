@@ -45,8 +45,8 @@ class CompressedTensor:
     Attributes:
         residue: (N,) float32 or float64, zero at the start.
         geometry: its lanes in the coming step (`Residues.enter_stage`).
-        wire_dtype, offset_dtype: the dtypes in which values and offsets travel. int8 stands for
-            integers of few bits; several of them share a word (integers.py).
+        wire_dtype, offset_dtype: the dtypes of values and offsets. Values have the residue's, or
+            int8, which stands for integers of few bits; several of them share a word (integers.py).
         levels: L of those integers. 0: values travel as numbers.
         beta: the low-pass filter's beta.
         extra: how many times more of what waits is sent at indices where the gradient agrees.
@@ -64,9 +64,7 @@ class CompressedTensor:
         dtype = torch_dtype(config.residue_dtype_for(str(parameter.dtype).removeprefix("torch.")))
         self.residue = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
         self.levels = config.levels
-        self.wire_dtype = torch_dtype(config.wire_dtype) if config.wire_dtype else dtype
-        if self.levels:
-            self.wire_dtype = torch.int8
+        self.wire_dtype = torch.int8 if self.levels else dtype
         self.beta, self.extra = config.beta, config.extra
         # A wrong SCALECOM_KERNEL is refused here, not in a hook.
         kernel_for(parameter.device, parameter.dtype, dtype, self.geometry)

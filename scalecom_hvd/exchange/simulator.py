@@ -23,7 +23,7 @@ import torch
 
 from scalecom_hvd.agreement import Numbers
 from scalecom_hvd.exchange.bucket_plan import Groups
-from scalecom_hvd.exchange.collectives import SUMMED, CollectiveError
+from scalecom_hvd.exchange.collectives import CollectiveError
 from scalecom_hvd.exchange.devices import Point, recorded
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.gradients import as_bytes, flat_gradient, unflat_gradient
@@ -299,9 +299,9 @@ class SimulatedCollectives:
         return self._submit(name, what, buffer, functools.partial(_broadcast, root=root))
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> SimulatedWork:
-        """Average or sum all ranks' buffers, in place. Dtypes of SUMMED are summed."""
+        """Average or sum all ranks' buffers, in place. int32 is always summed."""
         what = ("average", self._sums, self._predivide, buffer.dtype, tuple(buffer.shape))
-        divide = not self._sums and buffer.dtype not in SUMMED
+        divide = not self._sums and buffer.dtype != torch.int32
         combine = functools.partial(_reduce, divide=divide, predivide=self._predivide)
         return self._submit(name, what, buffer, combine)
 

@@ -94,14 +94,10 @@ class TritonKernel:
         return _sum(part.take_and_accumulate(*moves) for part, _ in self._parts)
 
     def scatter(
-        self,
-        outputs: Sequence[torch.Tensor],
-        offsets: torch.Tensor,
-        values: torch.Tensor,
-        share: float = 1.0,
+        self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, averages: torch.Tensor
     ) -> None:
         for part, members in self._parts:
-            part.scatter([outputs[i] for i in members], offsets, values, share)
+            part.scatter([outputs[i] for i in members], offsets, averages)
 
     def roll_back(self, keep_gradients: bool = False) -> None:
         for part, _ in self._parts:
@@ -167,9 +163,8 @@ class _OneDtype:
 
     def take(self, beta: float, share: float, extra: float, wire: Wire) -> torch.Tensor:
         count = self._new_count()
-        offsets, values, sent, limit = wire
         within = 0.0 if share == 1 else beta
-        arguments = offsets, values, sent, count, beta, self._scale, within, share, extra, limit
+        arguments = *wire, count, beta, self._scale, within, share, extra
         self._launch(tiles.take_tiles, self._step, *arguments, WITH_GRAD=share != 0, num_warps=2)
         self._taken = beta, wire
         return count
@@ -178,8 +173,7 @@ class _OneDtype:
         self, beta: float, extra: float, wire: Wire, choose: int, chosen: torch.Tensor | None
     ) -> torch.Tensor:
         count = self._new_count()
-        offsets, values, sent, limit = wire
-        arguments = offsets, values, sent, chosen, count, beta, self._scale, extra, limit
+        arguments = *wire, chosen, count, beta, self._scale, extra
         self._launch_pass(tiles.take_and_accumulate_tiles, *arguments, CHOOSE=choose)
         self._taken, self._accumulated = (beta, wire), beta
         if choose != CHOOSE_NOTHING:
@@ -187,11 +181,7 @@ class _OneDtype:
         return count
 
     def scatter(
-        self,
-        outputs: Sequence[torch.Tensor],
-        offsets: torch.Tensor,
-        values: torch.Tensor,
-        share: float = 1.0,
+        self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, averages: torch.Tensor
     ) -> None:
         in_place = all(
             output.data_ptr() == grad.data_ptr()
@@ -199,15 +189,14 @@ class _OneDtype:
         )
         step = self._step if in_place else self._step_table(outputs)
         constants = {"BLOCK": self._block, "num_warps": 4}
-        scaled = share / self._scale
-        self._launch(tiles.scatter_tiles, step, offsets, values, scaled, **constants)
+        self._launch(tiles.scatter_tiles, step, offsets, averages, 1 / self._scale, **constants)
 
     def roll_back(self, keep_gradients: bool) -> None:
         if keep_gradients:
             self._accumulated = 0.0
         if self._taken is not None:
             beta, wire = self._taken
-            arguments = wire.offsets, wire.sent, beta, self._accumulated, self._scale
+            arguments = *wire, beta, self._accumulated, self._scale
             self._launch_pass(tiles.roll_back_tiles, *arguments)
         elif self._accumulated:
             self.accumulate(-self._accumulated, CHOOSE_NOTHING, None)

@@ -17,7 +17,8 @@ class Values:
     """A buffer that is all-reduced: [`n_values` values | tensors sent whole | one count].
 
     Attributes:
-        compressed: the view of the values.
+        compressed: (n_values,): this rank's values, which kernels write.
+        averages: the view of the values in the buffer.
         whole: {name: view} of the tensors sent whole.
     """
 
@@ -30,12 +31,17 @@ class Values:
     ) -> None:
         sizes = [parameter.numel() for parameter in whole.values()]
         self.buffer = torch.zeros(n_values + sum(sizes) + 1, dtype=dtype, device=device)
-        self.compressed = self.buffer[:n_values]
+        self.averages = self.buffer[:n_values]
+        self.compressed = torch.zeros_like(self.averages)
         self._all_whole = self.buffer[n_values:-1]
         self.whole = dict(zip(whole, self._all_whole.split(sizes), strict=True))
 
     def fill(self, grads: Mapping[str, torch.Tensor]) -> Count:
-        """Copy in the tensors sent whole. Return whether something in them is not finite."""
+        """Copy in the values and the tensors sent whole.
+
+        Returns whether something in the latter is not finite.
+        """
+        self.averages.copy_(self.compressed)
         if not self.whole:
             return 0
         torch._foreach_copy_(list(self.whole.values()), [grads[name] for name in self.whole])

@@ -53,14 +53,14 @@ TENSOR = np.dtype(
 
 _POINTER, _LONG, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 _TENSORS = [_POINTER, _LONG]
-_VALUES = [_POINTER, _POINTER, _POINTER, _INT, _REAL]  # offsets, values, sent, wire_float16, limit
+_VALUES = [_POINTER, _POINTER]  # offsets, values
 _SIGNATURES = {
     "scalecom_accumulate": [*_TENSORS, _REAL, _REAL, _INT, _POINTER],
     "scalecom_choose": [*_TENSORS, _REAL, _REAL, _POINTER],
     "scalecom_take": [*_TENSORS, *[_REAL] * 4, *_VALUES],
     "scalecom_take_and_accumulate": [*_TENSORS, *[_REAL] * 3, *_VALUES, _INT, _POINTER],
-    "scalecom_scatter": [*_TENSORS, _REAL, _POINTER, _POINTER, _INT],
-    "scalecom_roll_back": [*_TENSORS, _REAL, _REAL, _INT, _POINTER, _POINTER, _INT],
+    "scalecom_scatter": [*_TENSORS, _REAL, *_VALUES],
+    "scalecom_roll_back": [*_TENSORS, _REAL, _REAL, _INT, *_VALUES],
 }
 
 

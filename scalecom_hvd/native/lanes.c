@@ -38,17 +38,18 @@ static inline float load_float16(uint16_t h) {
 }
 static inline float load_bfloat16(uint16_t h) { return float_of((uint32_t)h << 16); }
 
-/* float32 -> float16, round to nearest even; |x| is at most 65504 here (`take` clamps), and
- * finite. */
+/* float32 -> float16, round to nearest even; infinity beyond float16's range, as a cast gives. */
 static inline uint16_t store_float16(float x) {
     uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
     /* Below 2^-14, adding 0.5 aligns the float's mantissa with float16's subnormals. */
     if (magnitude < 0x38800000u)
         return (uint16_t)(sign | (bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u));
     magnitude += 0xfffu + (magnitude >> 13 & 1) - (112u << 23);
     return (uint16_t)(sign | magnitude >> 13);
 }
-/* float32 -> bfloat16, round to nearest even, finite. */
+/* float32 -> bfloat16, round to nearest even. */
 static inline uint16_t store_bfloat16(float x) {
     uint32_t bits = bits_of(x);
     if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
@@ -112,14 +113,11 @@ static int all_fit(const tensor *tensors, int64_t count, const void *offsets) {
     return 1;
 }
 
-/* What taking needs besides the tensor. `sent` is a copy of the values, which are averaged in
- * place. */
+/* What taking needs besides the tensor. */
 typedef struct {
     const void *offsets;
     const float *scales; /* of one tensor; see `part` in lanes_template.h */
-    void *values, *sent;
-    int wire_float16;
-    double limit; /* the largest magnitude that travels as float16 */
+    void *values;
 } wire;
 
 /* At most 64 lanes side by side: lane l's element in row r is at start + l + r * stride, below
@@ -186,14 +184,7 @@ static inline float scale_of(double total, int64_t count, int levels) {
 #define GRAD float16
 #define GRAD_TYPE uint16_t
 #define GRAD_BITS int16_t
-#define STORE(x) store_float16_any(x)
-/* An averaged value may be beyond float16's range: infinity then, as a cast gives. */
-static inline uint16_t store_float16_any(float x) {
-    uint32_t magnitude = bits_of(x) & 0x7fffffff, sign = bits_of(x) >> 16 & 0x8000;
-    if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00);
-    if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
-    return store_float16(x);
-}
+#define STORE(x) store_float16(x)
 #include "lanes_template.h"
 #undef GRAD
 #undef GRAD_TYPE
@@ -251,35 +242,32 @@ int64_t scalecom_choose(const tensor *tensors, int64_t count, double scale, doub
     return total;
 }
 int64_t scalecom_take(const tensor *tensors, int64_t count, double beta, double scale, double share,
-                      double extra, const void *offsets, void *values, void *sent, int wire_float16,
-                      double limit) {
-    wire to = {offsets, NULL, values, sent, wire_float16, limit};
+                      double extra, const void *offsets, void *values) {
+    wire to = {offsets, NULL, values};
     if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;
     EACH(take, beta, scale, share, extra, to)
     return total;
 }
 int64_t scalecom_take_and_accumulate(const tensor *tensors, int64_t count, double beta,
                                      double scale, double extra, const void *offsets, void *values,
-                                     void *sent, int wire_float16, double limit, int choose,
-                                     void *chosen) {
-    wire to = {offsets, NULL, values, sent, wire_float16, limit};
+                                     int choose, void *chosen) {
+    wire to = {offsets, NULL, values};
     if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;
     EACH(take_and_accumulate, beta, scale, extra, to, choose, chosen)
     return total;
 }
 int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, const void *offsets,
-                         const void *values, int wire_float16) {
+                         const void *averages) {
     if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;
-    EACH(scatter, scale, offsets, values, wire_float16)
+    EACH(scatter, scale, offsets, averages)
 #ifdef STREAMS
     _mm_sfence(); /* before other threads read the gradients */
 #endif
     return total;
 }
 int64_t scalecom_roll_back(const tensor *tensors, int64_t count, double beta, double scale,
-                           int accumulated, const void *offsets, const void *sent,
-                           int wire_float16) {
+                           int accumulated, const void *offsets, const void *values) {
     if (offsets && !all_fit(tensors, count, offsets)) offsets = NULL;
-    EACH(roll_back, beta, scale, accumulated, offsets, sent, wire_float16)
+    EACH(roll_back, beta, scale, accumulated, offsets, values)
     return total;
 }

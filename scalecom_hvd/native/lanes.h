@@ -38,31 +38,27 @@ int64_t scalecom_accumulate(const tensor *tensors, int64_t count, double beta, d
  * as take_and_accumulate would send them. Residues stay. */
 int64_t scalecom_choose(const tensor *tensors, int64_t count, double scale, double extra,
                         void *chosen);
-/* values, sent <- m[I] + share * g[I], clamped and rounded to the wire dtype;
- * m[I] <- m[I] - beta * values.
+/* values <- m[I] + share * g[I]; m[I] <- m[I] - beta * values.
  * Where m before g came and g do not point apart, `extra` times that m is sent besides. share: of
  * g, what is not in m yet: 1, or 1 - beta after scalecom_accumulate.
  * Returns how many values were not finite: those are sent as zero. Or OFFSETS_OUTSIDE, as all that
  * follow may. */
 int64_t scalecom_take(const tensor *tensors, int64_t count, double beta, double scale, double share,
-                      double extra, const void *offsets, void *values, void *sent, int wire_float16,
-                      double limit);
+                      double extra, const void *offsets, void *values);
 /* Look-ahead's order, and that of few bits: take (share 1), then accumulate, in one pass over
  * memory. With levels, values (int8) <- the integers nearest to the values over their scale, which
- * are in the buffer of offsets, and `sent` is the same buffer.
+ * are in the buffer of offsets.
  * Returns the sum of what both return. */
 int64_t scalecom_take_and_accumulate(const tensor *tensors, int64_t count, double beta,
                                      double scale, double extra, const void *offsets, void *values,
-                                     void *sent, int wire_float16, double limit, int choose,
-                                     void *chosen);
-/* grad <- scale * values at I, zero elsewhere. */
+                                     int choose, void *chosen);
+/* grad <- scale * averages at I, zero elsewhere. */
 int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, const void *offsets,
-                         const void *values, int wire_float16);
-/* Roll a step back: m[I] <- m[I] + beta * sent, then, if it was accumulated, m <- m - beta * g.
+                         const void *averages);
+/* Roll a step back: m[I] <- m[I] + beta * values, then, if it was accumulated, m <- m - beta * g.
  * Gives what was there before, to rounding. Without offsets, or with such that `take` refuses, the
  * first part is left out: it was not done. */
 int64_t scalecom_roll_back(const tensor *tensors, int64_t count, double beta, double scale,
-                           int accumulated, const void *offsets, const void *sent,
-                           int wire_float16);
+                           int accumulated, const void *offsets, const void *values);
 
 #endif

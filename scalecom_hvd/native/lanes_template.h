@@ -212,31 +212,20 @@ CLONES static int64_t NAME(accumulate)(const tensor *t, REAL beta, REAL scale, i
     return total;
 }
 
-/* A value as it travels: finite, or zero and *bad is raised; clamped and rounded to the wire dtype.
- * Gives what was sent. */
+/* A value as it travels: finite, or zero and *bad is raised. Gives what was sent. */
 static inline REAL NAME(send)(REAL value, wire to, int64_t lane, int64_t *bad) {
     if ((BITS(value) & EXPONENT) == EXPONENT) { value = 0; ++*bad; }
-    if (to.wire_float16) {
-        value = value > to.limit ? to.limit : value < -to.limit ? -to.limit : value;
-        uint16_t half = store_float16((float)value);
-        ((uint16_t *)to.values)[lane] = ((uint16_t *)to.sent)[lane] = half;
-        return load_float16(half);
-    }
-    return ((REAL *)to.values)[lane] = ((REAL *)to.sent)[lane] = value;
+    return ((REAL *)to.values)[lane] = value;
 }
 
 /* `to` with its pointers at this tensor's part of the buffers; a frozen tensor's values are
  * zeroed. */
 static inline wire NAME(part)(const tensor *t, wire to) {
-    int64_t size = t->levels ? 1 : to.wire_float16 ? 2 : sizeof(REAL);
+    int64_t size = t->levels ? 1 : sizeof(REAL);
     to.scales = (const float *)((const char *)to.offsets + t->scales_at);
     to.offsets = (const char *)to.offsets + t->offsets_at;
     to.values = (char *)to.values + t->values_at * size;
-    to.sent = (char *)to.sent + t->values_at * size;
-    if (t->frozen) {
-        memset(to.values, 0, t->k * size);
-        memset(to.sent, 0, t->k * size);
-    }
+    if (t->frozen) memset(to.values, 0, t->k * size);
     return to;
 }
 
@@ -350,11 +339,6 @@ CLONES static int64_t NAME(take_and_accumulate)(const tensor *t, REAL beta, REAL
     return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, CHOOSE_AHEAD, chosen);
 }
 
-static inline REAL NAME(value_of)(const void *values, int wire_float16, int64_t at) {
-    if (wire_float16) return (REAL)load_float16(((const uint16_t *)values)[at]);
-    return ((const REAL *)values)[at];
-}
-
 /* Writes a tile's full rows past the caches: nobody reads them soon, and lines need not be read
  * before they are written. Returns how many rows. The caller asks for it only where row numbers fit
  * into GRAD_BITS. */
@@ -380,8 +364,9 @@ STREAMS static int64_t NAME(stream_rows)(GRAD_TYPE *grad, tile at, const INTEGER
 
 /* Zeros and values in one write: zeroing first would go through memory twice. */
 CLONES static int64_t NAME(scatter)(const tensor *t, REAL scale, const void *offsets,
-                                    const void *values, int wire_float16) {
+                                    const void *averages) {
     GRAD_TYPE *grad = t->grad;
+    const REAL *average = (const REAL *)averages + t->values_at;
     offsets = (const char *)offsets + t->offsets_at;
     int streamed = t->width == LANES && t->rows <= 1 << 15 &&
                    may_stream(grad, t->numel * sizeof(GRAD_TYPE));
@@ -391,7 +376,7 @@ CLONES static int64_t NAME(scatter)(const tensor *t, REAL scale, const void *off
         GRAD_TYPE value[LANES];
         NAME(rows_of)(picked, at, offsets, t->offset_width);
         for (int l = 0; l < at.n; l++)
-            value[l] = STORE(scale * NAME(value_of)(values, wire_float16, t->values_at + lane + l));
+            value[l] = STORE(scale * average[lane + l]);
         lane += at.n;
         INTEGER row = 0;
 #ifdef STREAMS
@@ -408,7 +393,7 @@ CLONES static int64_t NAME(scatter)(const tensor *t, REAL scale, const void *off
 }
 
 CLONES static int64_t NAME(roll_back)(const tensor *t, REAL beta, REAL scale, int accumulated,
-                                      const void *offsets, const void *sent, int wire_float16) {
+                                      const void *offsets, const void *values) {
     const GRAD_TYPE *grad = t->grad;
     REAL *residue = t->residue;
     if (t->frozen) return 0;
@@ -418,9 +403,9 @@ CLONES static int64_t NAME(roll_back)(const tensor *t, REAL beta, REAL scale, in
         tile at = tile_at(t, lane);
         for (int l = 0; l < at.n; l++)
             residue[index_of(t, at, offsets, l)] +=
-                beta * (t->levels ? ((const int8_t *)sent)[t->values_at + lane + l] *
+                beta * (t->levels ? ((const int8_t *)values)[t->values_at + lane + l] *
                                         (REAL)scales[lane / BLOCK]
-                                  : NAME(value_of)(sent, wire_float16, t->values_at + lane + l));
+                                  : ((const REAL *)values)[t->values_at + lane + l]);
         lane += at.n;
     }
     for (int64_t i = 0; accumulated && i < t->numel; i++) {

@@ -51,7 +51,7 @@ typedef struct {
     TF_Status *status;
     TF_Tensor **held;
     int n_held;
-    double beta, scale, limit, extra;
+    double beta, scale, extra;
 } call;
 
 static call begin(TF_OpKernelContext *context, int64_t most) {
@@ -118,10 +118,9 @@ static void scalar(call *now, int index, int64_t value) {
     if (!failed(now)) *(int64_t *)data(made) = value;
 }
 static void settings(call *now, int index) {
-    double *found =
-        data(input(now, index, 4, "settings are beta, 1 / loss scale, float16's limit and extra"));
+    double *found = data(input(now, index, 3, "settings are beta, 1 / loss scale and extra"));
     if (!found) return;
-    now->beta = found[0], now->scale = found[1], now->limit = found[2], now->extra = found[3];
+    now->beta = found[0], now->scale = found[1], now->extra = found[2];
 }
 static int kind_of(TF_Tensor *grad) {
     switch (TF_TensorType(grad)) {
@@ -202,7 +201,7 @@ static void choose(void *kernel, TF_OpKernelContext *context) {
 
 /* The pass over residues; `takes`: with values taken in it, of look-ahead or integers. */
 static void accumulate_with(int takes, const bucket *of, TF_OpKernelContext *context) {
-    int n = of->count, half = takes && TF_ExpectedOutputDataType(context, n) == TF_HALF;
+    int n = of->count;
     call now = begin(context, 4 * n + 8);
     const void **old = malloc(sizeof(void *) * (n + 1));
     tensor *tensors = pick_up(&now, of);
@@ -226,7 +225,7 @@ static void accumulate_with(int takes, const bucket *of, TF_OpKernelContext *con
             if (takes) {
                 int64_t result =
                     scalecom_take_and_accumulate(&piece, 1, now.beta, now.scale, now.extra, offsets,
-                                                 values, values, half, now.limit, choose, chosen);
+                                                 values, choose, chosen);
                 bad += checked(&now, result);
             } else {
                 bad += scalecom_accumulate(&piece, 1, now.beta, now.scale, choose, chosen);
@@ -273,9 +272,8 @@ static void take(void *kernel, TF_OpKernelContext *context) {
     void *values = output(&now, n, of->n_values);
     int64_t bad = 0;
     if (!failed(&now)) {
-        int half = TF_ExpectedOutputDataType(context, n) == TF_HALF;
         bad = scalecom_take(tensors, n, now.beta, now.scale, 1 - now.beta, now.extra, offsets,
-                            values, values, half, now.limit);
+                            values);
         checked(&now, bad);
     }
     scalar(&now, n + 1, bad);
@@ -298,10 +296,8 @@ static void scatter(void *kernel, TF_OpKernelContext *context) {
     settings(&now, n);
     void *offsets = data(input(&now, n + 1, of->offsets_bytes, OFFSETS_SIZE));
     TF_Tensor *values = input(&now, n + 2, of->n_values, "there must be one value for each lane");
-    if (!failed(&now)) {
-        int half = TF_TensorType(values) == TF_HALF;
-        checked(&now, scalecom_scatter(tensors, n, 1 / now.scale, offsets, data(values), half));
-    }
+    if (!failed(&now))
+        checked(&now, scalecom_scatter(tensors, n, 1 / now.scale, offsets, data(values)));
     free(tensors);
     end(&now);
 }
@@ -317,8 +313,8 @@ typedef struct {
     void (*compute)(void *, TF_OpKernelContext *);
     const char *wire; /* what values travel as */
 } operation;
-#define NUMBERS "W: {float, double, half}"
-#define NUMBERS_OR_INTEGERS "W: {float, double, half, int8}"
+#define NUMBERS "W: {float, double}"
+#define NUMBERS_OR_INTEGERS "W: {float, double, int8}"
 static const operation OPERATIONS[] = {
     {"ScalecomChoose",
      {"grads: N * T", "residues: N * R", "settings: double", "chooses: bool"},

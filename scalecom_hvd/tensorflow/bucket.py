@@ -13,7 +13,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from scalecom_hvd.bucket_layout import Layout
-from scalecom_hvd.config import ScaleComConfig, float16_limit
+from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.integers import words_of
 from scalecom_hvd.schedule import leader
 from scalecom_hvd.tensorflow.kernels import (
@@ -25,7 +25,6 @@ from scalecom_hvd.tensorflow.kernels import (
     times_scales,
 )
 from scalecom_hvd.tensorflow.packing import (
-    for_ranks,
     pack_choice,
     pack_integers,
     unpack_choice,
@@ -110,11 +109,8 @@ class Bucket:
         dtype = variables[names[0]].dtype
         self._dense_dtype = tf.float64 if dtype == tf.float64 else tf.float32
         self._levels = config.levels if self.compressed else 0
-        # If values travel in float16 or as integers, nothing is dense (Exchange._kind_of), and the
-        # count of workers is exact.
+        # If values travel as integers, nothing is dense (Exchange._kind_of).
         self.wire_dtype = self.compressed[0].wire_dtype if self.compressed else self._dense_dtype
-        half = self.wire_dtype == tf.float16
-        self._average_dtype = self._dense_dtype if half else self.wire_dtype
         lanes = {tensor.name: tensor.lanes for tensor in self.compressed}
         self.layout = Layout(lanes, has_scales=self._levels > 0)
         self._sizes = [own.k for own in lanes.values()]
@@ -217,9 +213,7 @@ class Bucket:
             dense = []
         else:
             parts.append(tf.cast(is_bad, self.wire_dtype)[None])
-            averaged = self._transport.average(
-                tf.concat(parts, 0), f"values.{self.number}", now.size, self._average_dtype
-            )
+            averaged = self._transport.average(tf.concat(parts, 0), f"values.{self.number}")
             sizes = [self.layout.n_values, *(self._elements[name] for name in self.dense), 1]
             values, *dense, count = tf.split(averaged, sizes)
         none_is_bad = tf.equal(count[0], 0)
@@ -275,10 +269,7 @@ class Bucket:
         return all_finite([tf.cast(part, tf.float16) for part in half])
 
     def _units(self, now: Now) -> Units:
-        return Units(self._config.beta, now.scale, self._limit(now.size), self._config.extra)
-
-    def _limit(self, size: int | tf.Tensor) -> float | tf.Tensor:
-        return for_ranks(float16_limit, size, tf.float32) if self.wire_dtype == tf.float16 else 0.0
+        return Units(self._config.beta, now.scale, self._config.extra)
 
     def _chooses(self, now: Now, later: int) -> tf.Tensor:
         """Whether this rank is the leader `later` steps from now."""

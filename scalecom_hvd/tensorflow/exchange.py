@@ -40,7 +40,6 @@ from scalecom_hvd.agreement import (
     compare_ranks,
     describe,
     digest_of,
-    warn_of_half_sums,
 )
 from scalecom_hvd.bucket_layout import group_names, split, step_stats
 from scalecom_hvd.config import ScaleComConfig
@@ -172,8 +171,6 @@ class Exchange:
         check_run(
             self.config, self.rates, shapes, self.config.total_steps, self.config.warmup_steps
         )
-        on_gpus = all("GPU" in variable.device for variable in self.variables.values())
-        warn_of_half_sums(self.config.wire_dtype == "float16", on_gpus, horovod)
         self._make_buckets({name for theirs in everyone for name in theirs["present"]})
         set_value(self.progress.step, step)
         if not all(theirs["ahead"] for theirs in everyone):

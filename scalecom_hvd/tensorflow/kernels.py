@@ -37,13 +37,11 @@ class Units:
     Attributes:
         beta: of the low-pass filter.
         scale: 1 / loss scale, a scalar; None for 1.
-        limit: the largest magnitude that is sent as float16.
         extra: this many times what waits is sent in addition, unless g has the opposite sign.
     """
 
     beta: float
     scale: tf.Tensor | None = None
-    limit: float | tf.Tensor = 0.0
     extra: float = 0.0
 
 
@@ -59,7 +57,7 @@ class Kernel(Protocol):
         chooses: whether this rank chooses; a bool scalar.
         offsets, chosen: bytes, laid out by bucket_layout.Layout. They include the scales of
             integers. Empty, (0,), if a rank does not choose.
-        wire: the dtype in which values travel; int8 for integers.
+        wire: the dtype of values; int8 for integers.
         values: (k,), those of all tensors together, of dtype `wire`.
         bad: how many elements or values are bad; an int64 scalar.
 
@@ -86,7 +84,7 @@ class Kernel(Protocol):
     def take(
         self, updated: Tensors, grads: Tensors, units: Units, offsets: tf.Tensor, wire: tf.DType
     ) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
-        """v = m[I] + (1 - beta)*g[I] in the wire dtype, and the residues with m[I] - beta*v.
+        """v = m[I] + (1 - beta)*g[I], and the residues with m[I] - beta*v.
 
         Returns:
             updated, values, bad.
@@ -213,16 +211,11 @@ class GraphKernel:
                 value = _sendable(value, usable, waited, share, units.extra)
             finite = tf.math.is_finite(value)
             value = tf.where(finite, value, tf.zeros_like(value))
+            sent = value
             if self._levels:
                 scales = scale_of_each(offsets[at], value, m.dtype)
                 value = _integers(value, scales, self._levels)
                 sent = times_scales(value, scales)
-            else:
-                if wire == tf.float16:
-                    limit = _as_number(units.limit, m.dtype)
-                    value = tf.cast(tf.clip_by_value(value, -limit, limit), tf.float32)
-                value = tf.cast(value, wire)
-                sent = tf.cast(value, m.dtype)
             sent = _as_number(units.beta, m.dtype) * sent
             taken.append(tf.tensor_scatter_nd_sub(m, index[:, None], sent))
             values.append(value)
@@ -288,9 +281,7 @@ class NativeKernel:
     @staticmethod
     def _settings(units: Units) -> tf.Tensor:
         scale = 1.0 if units.scale is None else units.scale
-        return tf.stack(
-            [_as_number(x, tf.float64) for x in (units.beta, scale, units.limit, units.extra)]
-        )
+        return tf.stack([_as_number(x, tf.float64) for x in (units.beta, scale, units.extra)])
 
     def choose(
         self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor

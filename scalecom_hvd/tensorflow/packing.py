@@ -6,8 +6,6 @@ rooms only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import tensorflow as tf
 
 from scalecom_hvd import native
@@ -51,18 +49,17 @@ def unpack_choice(message: tf.Tensor, layout: Layout) -> tf.Tensor:
     return tf.concat([message[: layout.offsets_bytes - layout.narrow_bytes], rows], 0)
 
 
-def for_ranks(
-    of: Callable[[int], float], size: int | tf.Tensor, dtype: tf.DType
-) -> float | tf.Tensor:
-    """A function's value for the number of ranks: a number, or a scalar if that may change."""
+def _field_bits(levels: int, size: int | tf.Tensor) -> int | tf.Tensor:
+    """integers.field_bits for the number of ranks: a number, or a scalar if that may change."""
     if isinstance(size, int):
-        return of(size)
-    return tf.constant([of(max(n, 1)) for n in range(_MOST_ELASTIC_RANKS + 1)], dtype)[size]
+        return field_bits(levels, size)
+    numbers = range(_MOST_ELASTIC_RANKS + 1)
+    return tf.constant([field_bits(levels, max(n, 1)) for n in numbers], tf.int32)[size]
 
 
 def pack_integers(integers: tf.Tensor, k: int, levels: int, size: int | tf.Tensor) -> tf.Tensor:
     """The words that travel for integers (k,) of -levels to levels. Ranks' words can be summed."""
-    bits = for_ranks(lambda n: field_bits(levels, n), size, tf.int32)
+    bits = _field_bits(levels, size)
     fields = 32 // bits
     words = -(-k // fields)
     padded = tf.pad(tf.cast(integers, tf.int32), [[0, words * fields - k]])
@@ -73,7 +70,7 @@ def pack_integers(integers: tf.Tensor, k: int, levels: int, size: int | tf.Tenso
 
 def unpack_integers(words: tf.Tensor, k: int, levels: int, size: int | tf.Tensor) -> tf.Tensor:
     """The sums over ranks (k,), int32, of integers whose words were summed."""
-    bits = for_ranks(lambda n: field_bits(levels, n), size, tf.int32)
+    bits = _field_bits(levels, size)
     shifts = bits * tf.range(32 // bits)[:, None]
     mask = tf.bitwise.left_shift(1, bits) - 1
     fields = tf.bitwise.bitwise_and(tf.bitwise.right_shift(words[None], shifts), mask)

@@ -58,7 +58,7 @@ class CompressedTensor:
         lanes: its lanes, or positions.
         dtype: the residue's, float32 or float64.
         levels: L of values that travel as integers; 0: they travel as numbers.
-        wire_dtype: the dtype in which its values travel; int8 for integers, which are packed.
+        wire_dtype: the dtype of its values: the residue's, or int8 for integers, which are packed.
         residue: (N,), zero at the start.
     """
 
@@ -71,9 +71,7 @@ class CompressedTensor:
         self.lanes = geometry(numel, rate, config.selection)
         self.dtype = tf.as_dtype(config.residue_dtype_for(variable.dtype.name))
         self.levels = config.levels
-        self.wire_dtype = tf.as_dtype(config.wire_dtype) if config.wire_dtype else self.dtype
-        if self.levels:
-            self.wire_dtype = tf.int8
+        self.wire_dtype = tf.int8 if self.levels else self.dtype
         self.residue = make_variable((numel,), self.dtype, f"scalecom/{name}", variable.device)
 
 

@@ -98,22 +98,8 @@ class Transport:
         with _named_in_errors("HorovodAllreduce"):
             return horovod.allreduce(buffer, name=self._names(name), **self._summation)
 
-    def average(
-        self, buffer: tf.Tensor, name: str, size: int | tf.Tensor, dtype: tf.DType
-    ) -> tf.Tensor:
-        """The average over ranks, or with op=Sum the sum.
-
-        A float16 buffer is summed, and the sum is divided in `dtype`. Horovod would divide in
-        float16, whose spacing is 6e-8 below 6e-5, and the loss would go unnoticed.
-
-        Args:
-            buffer: what this rank adds.
-            name: the collective's name.
-            size: how many ranks there are when the graph runs.
-            dtype: the result's dtype. It is the buffer's own unless that is float16.
-        """
-        if buffer.dtype == tf.float16:
-            return self.share_of(tf.cast(self.sum(buffer, name), dtype), size)
+    def average(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
+        """The average over ranks, or with op=Sum the sum."""
         with _named_in_errors("HorovodAllreduce"):
             return horovod.allreduce(buffer, name=self._names(name), **self._reduction)
 

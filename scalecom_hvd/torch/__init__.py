@@ -32,7 +32,7 @@ from scalecom_hvd.exchange.methods import (
     RandomK,
     State,
 )
-from scalecom_hvd.exchange.quantisers import QSGD, BinMeans, Float16, Quantiser, Sign
+from scalecom_hvd.exchange.quantisers import QSGD, BinMeans, Quantiser, Sign
 from scalecom_hvd.exchange.recipes import diloco, sparseloco
 from scalecom_hvd.torch.broadcast import broadcast_parameters as broadcast_parameters
 from scalecom_hvd.torch.collective_names import named_collectives as _named_collectives
@@ -74,7 +74,6 @@ __all__ = [name for name in dir(_horovod) if not name.startswith("_")] + [
     "BinMeans",
     "BucketCollectives",
     "Diagnostics",
-    "Float16",
     "GTopK",
     "GlobalTopK",
     "LocalTopK",

@@ -26,7 +26,6 @@ from horovod.common.process_sets import ProcessSet
 from horovod.torch import mpi_ops
 
 from scalecom_hvd.agreement import JOIN_REFUSED, NUMBERS, is_elastic
-from scalecom_hvd.exchange.collectives import SUMMED
 
 TWO_THREADS = (
     "two optimizers of this process take their first steps, or find no new gradients, at the same "
@@ -197,8 +196,8 @@ class HorovodCollectives:
         return self._submit(horovod.broadcast_async_, buffer, root, name, self._process_set)
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> HorovodWork:
-        """Average (or sum) over ranks, in place. The dtypes in SUMMED are always summed."""
-        reduction = self._reduction | (self._sum if buffer.dtype in SUMMED else {})
+        """Average (or sum) over ranks, in place. int32 is always summed."""
+        reduction = self._reduction | (self._sum if buffer.dtype == torch.int32 else {})
         return self._submit(horovod.allreduce_async_, buffer, name=name, **reduction)
 
     def gather(self, tensor: torch.Tensor, name: str) -> HorovodWork:

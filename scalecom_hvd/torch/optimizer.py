@@ -25,7 +25,7 @@ from horovod.common.process_sets import ProcessSet
 from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.compression import Compression, Compressor
 
-from scalecom_hvd.agreement import check_arguments, check_operation, warn_of_half_sums
+from scalecom_hvd.agreement import check_arguments, check_operation
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.faces import (
     check_left_out,
@@ -198,8 +198,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         members = _members(averager)
     # Refuse everything that may be refused before Horovod puts hooks on the parameters: nothing
     # removes these hooks again.
-    on_gpus = all(p.is_cuda for p in parameters.values())
-    warn_of_half_sums(method.sums_halves, on_gpus, horovod)
     base = type(optimizer)
     with method.run.released_on_error():
         wrapped = type(base.__name__, (base,), members)(
@@ -332,6 +330,6 @@ def _with_local_steps(compression: _Compression) -> Method | type[Method]:
     raise ValueError(
         "local_steps send changes of parameters through ScaleCom, another method with error "
         "feedback, or Compression.none, but not through "
-        f"{getattr(compression, '__name__', type(compression).__name__)}. For half precision give "
-        'hvd.ScaleCom(wire_dtype="float16")'
+        f"{getattr(compression, '__name__', type(compression).__name__)}. To send fewer bits, give "
+        "hvd.ScaleCom(bits=8)"
     )

@@ -7,9 +7,8 @@ the next leader's offsets are broadcast, all in one. They are needed when the ne
 gradient comes. By then every rank has submitted the broadcast, without waiting for another rank's
 hooks. The first step is sent whole, because no offsets are known yet.
 
-Here Horovod does the averaging, in the dtype of what it is given. It would divide sums of float16
-values in float16, which loses small values for good, so wire_dtype="float16" is refused. Few-bit
-integers travel in float32 (float_words.py).
+Here Horovod does the averaging, in the dtype of what it is given. So few-bit integers travel in
+float32 (float_words.py).
 
 If no rank has a new gradient, Horovod's synchronize() compresses every gradient again
 (news.py). Then the gradients are sent and averaged as without compression, and residues,
@@ -71,7 +70,7 @@ class ScaleCom(methods.ScaleCom):
             required there.
         process_set: the process set given to the optimizer.
 
-    There, ScaleCom works with look-ahead, and takes no quantiser, wire_dtype, warmup_rate or
+    There, ScaleCom works with look-ahead, and takes no quantiser, warmup_rate or
     diagnostics.
     """
     )
@@ -133,7 +132,6 @@ class ScaleCom(methods.ScaleCom):
             return
         for asked, what in (
             (self.quantiser.rounds, f"quantiser={self.quantiser!r}"),
-            (self.config.wire_dtype, f"wire_dtype={self.config.wire_dtype!r}"),
             (self.config.warmup_rate > 1, f"warmup_rate={self.config.warmup_rate:g}"),
         ):
             if asked:
@@ -359,6 +357,8 @@ class PerTensor(Averager):
             self._keep_choice(bucket, chosen)
         if tensor.levels:
             values = float_words.pack(values, tensor.levels, self.collectives.size)
+        else:
+            values = values.clone()  # Horovod averages in place, and a roll-back needs them
         # One NaN in the values becomes one in the average, and so tells every rank that this
         # gradient was not finite on some rank.
         is_bad = torch.as_tensor(bucket.bad != 0, device=values.device)
@@ -386,10 +386,8 @@ class PerTensor(Averager):
                     "call zero_grad() and backward() again"
                 )
             bucket, tensor = self._buckets[sent.name], self._residues.tensors[sent.name]
-            # Horovod does not say whether it averaged numbers or summed them.
-            share = 1 / self.collectives.size
             if tensor.levels:
-                result, share = self._scaled(bucket, tensor, result)
+                result = self._scaled(bucket, tensor, result)
             average = result.to(tensor.residue.dtype) / self._scale
             bad = ~average.to(sent.dtype).isfinite().all()
             flat = torch.empty(sent.shape.numel(), dtype=sent.dtype, device=result.device)
@@ -538,16 +536,13 @@ class PerTensor(Averager):
 
     def _scaled(
         self, bucket: Bucket, tensor: CompressedTensor, result: torch.Tensor
-    ) -> tuple[torch.Tensor, float]:
-        """The values (k,) that words of integers stand for: average or sum, as the script asked.
-
-        Also returns what a sum was multiplied by to get them.
-        """
+    ) -> torch.Tensor:
+        """The values (k,) that words of integers stand for: average or sum, as the script asked."""
         k = tensor.geometry.k
         if not result.isfinite().all():  # some rank's gradient was not
-            return result.new_full((k,), math.nan), 1.0
+            return result.new_full((k,), math.nan)
         sums, share = float_words.unpack(result, k, tensor.levels, self.collectives.size)
-        return bucket.scaled(sums) * share, share
+        return bucket.scaled(sums) * share
 
     def _make_buckets(self) -> None:
         """Make one bucket for each tensor, and room for the offsets of all.

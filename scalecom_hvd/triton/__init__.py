@@ -121,22 +121,19 @@ def take_tiles(
     step,
     offsets,
     values,
-    sent,
     count,
     beta: tl.float64,
     scale: tl.float64,
     within: tl.float64,
     share: tl.float64,
     extra: tl.float64,
-    limit: tl.float64,
     WITH_GRAD: tl.constexpr,
     GRAD: tl.constexpr,
     REAL: tl.constexpr,
 ):
-    """values, sent <- m[I] + share * g[I], clamped, in the wire dtype; m[I] <- m[I] - beta * sent.
+    """values <- m[I] + share * g[I]; m[I] <- m[I] - beta * values.
 
-    If the wire dtype is int8, values travel as integers, in units of the scales in the buffer of
-    offsets.
+    If they are int8, values travel as integers, in units of the scales in the buffer of offsets.
 
     within: how many times m already contains g. If m without g and g do not have opposite signs,
     `extra` times m without g is sent in addition. WITH_GRAD: whether share is not 0. Adds to
@@ -145,9 +142,7 @@ def take_tiles(
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     row = _load_offsets(offsets, tile)
     unit = _scale_of(offsets, tile, values.dtype.element_ty)
-    rest, bad = _send(
-        tile, row, unit, values, sent, beta, scale, within, share, extra, limit, WITH_GRAD
-    )
+    rest, bad = _send(tile, row, unit, values, beta, scale, within, share, extra, WITH_GRAD)
     tl.store(tile.residue + _indices(tile, row), rest, mask=_is_lane(tile))
     _add(count, bad)
 
@@ -159,13 +154,11 @@ def take_and_accumulate_tiles(
     step,
     offsets,
     values,
-    sent,
     chosen,
     count,
     beta: tl.float64,
     scale: tl.float64,
     extra: tl.float64,
-    limit: tl.float64,
     CHOOSE: tl.constexpr,
     GRAD: tl.constexpr,
     REAL: tl.constexpr,
@@ -175,7 +168,7 @@ def take_and_accumulate_tiles(
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     row = _load_offsets(offsets, tile)
     unit = _scale_of(offsets, tile, values.dtype.element_ty)
-    rest, not_sent = _send(tile, row, unit, values, sent, beta, scale, 0.0, 1.0, extra, limit, True)
+    rest, not_sent = _send(tile, row, unit, values, beta, scale, 0.0, 1.0, extra, True)
     tl.debug_barrier()  # all threads have read m[I] before one writes there
     winner, bad = _pass(tile, beta, scale, row, rest, True, CHOOSE, BLOCK, True)
     if CHOOSE != CHOOSE_NOTHING:
@@ -189,16 +182,16 @@ def scatter_tiles(
     tensors,
     step,
     offsets,
-    values,
+    averages,
     scale: tl.float64,
     GRAD: tl.constexpr,
     REAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Outputs <- scale * values at I, zero elsewhere: one write of everything."""
+    """Outputs <- scale * averages at I, zero elsewhere: one write of everything."""
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     row = _load_offsets(offsets, tile)
-    value = _to_gradient(_real(scale, REAL) * _load_values(values, tile).to(REAL), GRAD)
+    value = _to_gradient(_real(scale, REAL) * _load_values(averages, tile), GRAD)
     if tile.wide:
         _write(tile, row, value, True, BLOCK)
     else:
@@ -253,7 +246,7 @@ def roll_back_tiles(
     tensors,
     step,
     offsets,
-    sent,
+    values,
     beta: tl.float64,
     accumulated: tl.float64,
     scale: tl.float64,
@@ -261,11 +254,12 @@ def roll_back_tiles(
     REAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """m[I] <- m[I] + beta * sent, then m <- m - accumulated * g."""
+    """m[I] <- m[I] + beta * values, then m <- m - accumulated * g."""
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     row = _load_offsets(offsets, tile)
     m = tl.load(tile.residue + _indices(tile, row), mask=_is_lane(tile), other=0)
-    was_sent = _load_values(sent, tile).to(REAL) * _scale_of(offsets, tile, sent.dtype.element_ty)
+    unit = _scale_of(offsets, tile, values.dtype.element_ty)
+    was_sent = _load_values(values, tile).to(REAL) * unit
     m += _unless_frozen(tile, beta) * was_sent
     tl.debug_barrier()  # all threads have read m[I] before one writes there
     # Adding the negative gives the same bits as subtracting.
@@ -383,13 +377,11 @@ def _send(
     row,
     unit,
     values,
-    sent,
     beta,
     scale,
     within,
     share,
     extra,
-    limit,
     WITH_GRAD: tl.constexpr,
 ):
     """Write a tile's values; returns what stays of m there, and how many are not finite."""
@@ -407,11 +399,8 @@ def _send(
     value = tl.where(finite, value, 0)
     if values.dtype.element_ty == tl.int8:
         value = _integer(value, unit, tile.levels)
-    else:
-        value = _to_wire(value, _real(limit, REAL), values.dtype.element_ty)
     at = tile.values_at + tile.lane + tl.arange(0, LANES)
     tl.store(values + at, value, mask=is_lane)
-    tl.store(sent + at, value, mask=is_lane)
     return m - _real(beta, REAL) * (value.to(REAL) * unit), tl.sum(tl.where(finite, 0, 1))
 
 
@@ -566,15 +555,6 @@ def _magnitude(x):
     double: tl.constexpr = x.dtype == tl.float64
     bits: tl.constexpr = tl.int64 if double else tl.int32
     return x.to(bits, bitcast=True) & (0x7FFFFFFFFFFFFFFF if double else 0x7FFFFFFF)
-
-
-@triton.jit
-def _to_wire(value, limit, dtype: tl.constexpr):
-    """Finite values in the wire dtype."""
-    if dtype == tl.float16:
-        value = tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))
-        value = value.to(tl.float32).to(tl.float16)  # from float64 in two roundings, as everywhere
-    return value
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from scalecom_hvd.integers import levels_of
 from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_AHEAD, CHOOSE_NOTHING
 
-BETA, EXTRA, LIMIT = 0.5, 1.0, 65504.0
+BETA, EXTRA = 0.5, 1.0
 # Of the defaults.
 BITS, FEW_BITS_RATE = 3, 16
 N_TENSORS = 75
@@ -80,7 +80,7 @@ class Workload:
         self.offsets, self.chosen = torch.zeros(
             2, layout.offsets_bytes, dtype=torch.uint8, device=device
         )
-        self.values, self.sent = torch.zeros(2, layout.n_values, device=device)
+        self.values = torch.zeros(layout.n_values, device=device)
         kernel = kind(slots, [grad.dtype for grad in self.grads])
         self.begin(kernel)
         return kernel
@@ -90,7 +90,7 @@ class Workload:
         kernel = self._kernel(kind, has_scales=True)
         offsets, once = self.offsets, self.numel * self.grads[0].element_size()
         integers = torch.zeros(len(self.values), dtype=torch.int8, device=offsets.device)
-        wire = Wire(offsets, integers, integers, LIMIT)
+        wire = Wire(offsets, integers)
         kernel.choose(EXTRA, offsets)
         yield Candidate(
             f"{label}: choose, and measure",
@@ -110,7 +110,7 @@ class Workload:
         """The moves of a step."""
         # reading the gradient; a pass also reads and writes the residue
         once = self.numel * self.grads[0].element_size()
-        wire = Wire(self.offsets, self.values, self.sent, LIMIT)
+        wire = Wire(self.offsets, self.values)
         yield Candidate(f"{label}: begin", lambda: self.begin(kernel), 0)
         yield Candidate(
             f"{label}: accumulate + choose",

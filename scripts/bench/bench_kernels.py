@@ -27,14 +27,8 @@ FLOOR = "torch._foreach_add_(residues, grads)"
 class Model:
     """Residues and gradients of the model's compressed tensors, in one bucket."""
 
-    def __init__(
-        self,
-        rate: float,
-        beta: float,
-        dtype: torch.dtype = torch.float32,
-        wire_dtype: str | None = None,
-    ) -> None:
-        residues = Residues(ScaleComConfig(rate=rate, bits=32, beta=beta, wire_dtype=wire_dtype))
+    def __init__(self, rate: float, beta: float, dtype: torch.dtype = torch.float32) -> None:
+        residues = Residues(ScaleComConfig(rate=rate, bits=32, beta=beta))
         shapes = [
             shape
             for layer in transformer_shapes()
@@ -73,11 +67,7 @@ class Model:
 def candidates(rate: float, beta: float) -> dict[str, Callable[[], object]]:
     """What is compared, each a call that goes once over the model."""
     model = Model(rate, beta)
-    half, bfloat, wire = (
-        Model(rate, beta, torch.float16),
-        Model(rate, beta, torch.bfloat16),
-        Model(rate, beta, wire_dtype="float16"),
-    )
+    half, bfloat = Model(rate, beta, torch.float16), Model(rate, beta, torch.bfloat16)
     os.environ["SCALECOM_KERNEL"] = "torch"
     plain = Model(rate, beta)
     del os.environ["SCALECOM_KERNEL"]
@@ -112,7 +102,6 @@ def candidates(rate: float, beta: float) -> dict[str, Callable[[], object]]:
         "scatter by torch: zero all": lambda: torch._foreach_zero_(list(model.outputs.values())),
         "accumulate + choose, float16 gradients": lambda: half.accumulate(choose=True),
         "accumulate + choose, bfloat16 gradients": lambda: bfloat.accumulate(choose=True),
-        "look-ahead's three, float16 values": lambda: wire.take_and_accumulate(True),
         "accumulate + choose, plain torch": lambda: plain.accumulate(choose=True),
         "add_, abs, max of contiguous chunks": contiguous_chunks,
         "add_, abs, topk": top_k,

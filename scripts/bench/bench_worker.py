@@ -47,11 +47,6 @@ SCALECOM = {
     "ScaleCom look-ahead": {"lookahead": True, "leader": "staggered"},
     "ScaleCom cyclic, 32 bits": PAPER,
     "ScaleCom look-ahead, 32 bits": PAPER | {"lookahead": True, "leader": "staggered"},
-    "ScaleCom look-ahead, float16 values": {
-        "lookahead": True,
-        "leader": "staggered",
-        "wire_dtype": "float16",
-    },
 }
 IN_TURN = {"overlap": 1, "fragments": 8}
 # {name: (local steps, their arguments, compression)}: the change over this many steps is averaged.

@@ -58,7 +58,7 @@ CONTENTS: dict[str, tuple[str, Groups]] = {
             "Other methods": dict.fromkeys(("LocalTopK", "RandomK"), ""),
             "Advanced": dict.fromkeys(("Diagnostics", "rates_from_flops"), ""),
             "Methods for comparisons": dict.fromkeys(("GTopK", "GlobalTopK", "ECQSGD"), ""),
-            "Quantisers": dict.fromkeys(("QSGD", "Sign", "BinMeans", "Float16"), ""),
+            "Quantisers": dict.fromkeys(("QSGD", "Sign", "BinMeans"), ""),
             "To make your own": {
                 "Method": "init init_method step settings equal_state",
                 "State": "",

@@ -107,10 +107,7 @@ PROGRAMS = named("torch_differential torch_local_differential")
 TENSORFLOW = named("tensorflow_*")
 TAPES = f"{PARALLEL}tensorflow_tape.py::test_"
 # What Gloo and more than two ranks may change for TensorFlow.
-UNLIKE = [
-    f"{TAPES}gradients_that_come_later_on_one_rank_alone",
-    f"{TAPES}float16_values_keep_what_is_tiny",
-]
+UNLIKE = [f"{TAPES}gradients_that_come_later_on_one_rank_alone"]
 SETS = f"{TAPES}process_sets_have_leaders_of_their_own"  # they need 4 ranks
 GLOO = "horovodrun --gloo"
 # Two nodes of two ranks.

@@ -73,7 +73,7 @@ AVERAGING: list[Case] = [
     ("ScaleCom, staggered", "beta 1", {"clip": True}),
     ("ScaleCom, staggered, look-ahead", "beta 0.2, flush", {"unused": True}),
     ("ScaleCom, exact", "beta 0.1, flush", {"passes": 2}),
-    ("ScaleCom, float16", "beta 0.1", {"scaled": True, "clip": True}),
+    ("ScaleCom, integers", "beta 0.1", {"scaled": True, "clip": True}),
     ("ScaleCom, 4 bits", "beta 0.2, flush", {"unused": True, "resumed": True}),
     ("ScaleCom", "beta 0.2, flush", {"not_finite": True, "scaled": True, "passes": 2}),
     ("ScaleCom", "beta 0.1", {"sums": True, "groups": 2, "dense": ["auto:output"]}),

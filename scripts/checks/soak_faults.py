@@ -404,8 +404,6 @@ class Worker:
 
     def check_sent(self, batch: int, before: Arrays, arrived: Arrays, trained: set[str]) -> None:
         beta, sent, allowed, after = self.compression.config.beta, {}, {}, self.residues()
-        # The sum of float16 values is rounded. The rounding error is in no residue.
-        precision = 1e-5 if self.compression.config.wire_dtype is None else 2e-3
         for name in after.keys() - arrived.keys():
             self.expect(
                 np.array_equal(after[name], before[name]),
@@ -429,7 +427,7 @@ class Worker:
                 )
             # Integers may sum to zero even if much came.
             size = max(float(np.abs(one).max()) for one in (average, then, came))
-            allowed[name] = precision * size / beta + 1e-12
+            allowed[name] = 1e-5 * size / beta + 1e-12
         self.compare(batch, sent, arrived, allowed, "what left the residues and what arrived")
 
     def compare(

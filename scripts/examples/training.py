@@ -141,9 +141,6 @@ def add_training_options(
         choices=("lanes", "exact"),
         help="ScaleCom: the largest of each lane, or the true top-k",
     )
-    group.add_argument(
-        "--wire-dtype", choices=("float16",), help="ScaleCom: send values in half the bytes"
-    )
     group.add_argument("--min-numel", type=int, help="ScaleCom: smaller tensors are sent whole")
 
     group = parser.add_argument_group("output")
@@ -233,7 +230,7 @@ def compression_from(
     """
     if args.compression != "scalecom":
         return getattr(hvd.Compression, args.compression)
-    names = ("rate", "bits", "beta", "leader", "lookahead", "selection", "wire_dtype", "min_numel")
+    names = ("rate", "bits", "beta", "leader", "lookahead", "selection", "min_numel")
     fields = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.dense is not None:
         fields["dense"] = _globs(args.dense)

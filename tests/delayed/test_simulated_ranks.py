@@ -33,7 +33,6 @@ KINDS = {
     "few bits, many buckets": {"bucket_bytes": 600, "leader": "staggered"},
     "32 bits": {"bits": 32, "beta": 0.3, "rate": 10},
     "32 bits, look-ahead, many buckets": {"bits": 32, "lookahead": True, "bucket_bytes": 600},
-    "float16 values": {"bits": 32, "rate": 10, "wire_dtype": "float16"},
     "exact, a layer whole, warm-up": {
         "bits": 32,
         "rate": 10,

@@ -51,11 +51,7 @@ def bytes_in_timeline(path) -> dict[str, list[int]]:
             {"rate": 300, "lookahead": True, "leader": "staggered", "bucket_bytes": 1_000_000},
             marks=pytest.mark.long,
         ),
-        (
-            "tensorflow",
-            "horovodrun --gloo",
-            {"rate": 50, "wire_dtype": "float16", "dense": ["auto:output"]},
-        ),
+        ("tensorflow", "horovodrun --gloo", {"rate": 50, "dense": ["auto:output"]}),
     ],
     ids=str,
 )

@@ -90,7 +90,7 @@ def mean_loss(diary, first, last):
         ),
         ("fit", {"rate": 20}),
         # As in Horovod's example, survivors take an additional step after each restart of Horovod.
-        ("example", {"rate": 20, "lookahead": True, "wire_dtype": "float16"}),
+        ("example", {"rate": 20, "lookahead": True, "bits": 8}),
     ],
     ids=str,
 )

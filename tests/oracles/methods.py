@@ -376,13 +376,6 @@ def bin_means(block: int) -> Quantise:
     return quantise
 
 
-def float16(limit: float) -> Quantise:
-    """Values are clipped to [-limit, limit] and rounded to half precision."""
-    return lambda values, counts, random: (
-        values.clip(-limit, limit).astype(np.float16).astype(values.dtype)
-    )
-
-
 def in_blocks(
     values: np.ndarray, counts: Sequence[int], block: int
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,6 @@ import torch
 from faces import hvd
 from oracles import methods as oracle
 
-from scalecom_hvd.config import float16_limit
 from scalecom_hvd.exchange.methods import ScaleCom
 from scalecom_hvd.exchange.methods.random_k import draw
 from scalecom_hvd.exchange.quantisers import generator
@@ -38,7 +37,7 @@ def rounding(quantiser):
         return oracle.sign(quantiser.block)
     if isinstance(quantiser, hvd.BinMeans):
         return oracle.bin_means(quantiser.block)
-    return oracle.float16(float16_limit(hvd.size())) if isinstance(quantiser, hvd.Float16) else None
+    return None
 
 
 def sending(compressor):

@@ -19,7 +19,7 @@ MODES = [
     {},
     {"lookahead": True},
     {"leader": "staggered", "lookahead": True, "bucket_bytes": 10_000},
-    {"warmup_steps": 9, "wire_dtype": "float16"},
+    {"warmup_steps": 9, "bits": 32},
     {"bits": 3, "rate": 16, "lookahead": True},
 ]
 

@@ -129,36 +129,6 @@ def test_bfloat16():
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "settings"),
-    [({"gradient_predivide_factor": 3.0}, {}), ({"op": hvd.Sum}, {"lookahead": True})],
-    ids=str,
-)
-@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.long)])
-def test_float16_values_keep_what_is_tiny(dtype, options, settings):
-    """Below 6e-5 float16 has steps of 6e-8. What they round off stays in the residue.
-
-    So does what the division rounds off.
-    """
-    tiny = np.zeros(3000, dtype)
-    tiny[:1000], tiny[1000:2000], tiny[2500] = 1e-7, 1e-8, 5e-9
-    compression = scalecom(rate=5, wire_dtype="float16", **settings)
-    model = variables({"kernel": (3000,), "bias": (60,)}, dtype)
-    step = Step(model, compression, **options)
-    sent = dict.fromkeys(model, 0.0)
-    for number in range(50):
-        grads = {"kernel": tiny * (1 + (hvd.rank() + number) % 3), "bias": np.full(60, 1e-8, dtype)}
-        for name, average in step(grads).items():
-            sent[name] = sent[name] + average.astype(np.float64)
-    divisor = 1 if options.get("op") == hvd.Sum else hvd.size()
-    came_in = sum(1 + (rank + number) % 3 for rank in range(hvd.size()) for number in range(50))
-    np.testing.assert_allclose(
-        sent["kernel"] * divisor + total_residue(compression, "kernel"), tiny * came_in, rtol=1e-4
-    )
-    np.testing.assert_allclose(sent["bias"] * divisor, 50e-8 * hvd.size(), rtol=1e-4)
-    assert np.count_nonzero(sent["kernel"]) > 1000
-
-
 def train(model, step, steps):
     x, y = examples(hvd.rank())
     losses = [float(step(x[i % 3 * 8 :][:8], y[i % 3 * 8 :][:8])) for i in range(steps)]

@@ -267,9 +267,9 @@ def record(optimizer):
         )
 
         def taken(offsets):
-            values = bucket._wire.sent
+            values = bucket._values.compressed
             if bucket._levels:
-                values = bucket.scaled(bucket._values.compressed)
+                values = bucket.scaled(values)
             slots, numbers = bucket.split_offsets(offsets), values.double().split(bucket.counts)
             for (name, tensor), own in zip(bucket.compressed.items(), numbers, strict=True):
                 sent[name].view(-1)[positions_of(tensor.geometry, slots[name])] += own
@@ -1472,10 +1472,7 @@ def test_what_cannot_work_is_refused():
             make(begin(), compression or COMPRESSIONS["ScaleCom"](), local_steps, **more)
 
     refused(
-        (
-            r"not through FP16Compressor. For half precision give "
-            r'hvd.ScaleCom\(wire_dtype="float16"\)'
-        ),
+        r"not through FP16Compressor. To send fewer bits, give hvd.ScaleCom\(bits=8\)",
         hvd.Compression.fp16,
     )
     refused("ScaleCom averages values, but Adasum does not", op=hvd.Adasum)

@@ -43,10 +43,8 @@ def through_a_file(state):
 
 
 @in_every_library
-@pytest.mark.parametrize("mode", [*MODES, {"warmup_steps": 9}, {"wire_dtype": "float16"}], ids=str)
+@pytest.mark.parametrize("mode", [*MODES, {"warmup_steps": 9}], ids=str)
 def test_resuming_is_bit_identical(library, mode):
-    if library is stock:  # it refuses float16
-        mode = {name: value for name, value in mode.items() if name != "wire_dtype"}
     straight = parameters(SHAPES)
     optimizer, compressor = make(library, straight, **mode)
     run(optimizer, straight, range(7))

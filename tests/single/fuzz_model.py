@@ -159,7 +159,7 @@ def draw_setting(choose: Choose, ranks: Sequence[int]) -> Setting:
         "selection": choose(("lanes", "lanes", "exact")),
         "leader": choose(("cyclic", "staggered")),
         "lookahead": choose((False, True)),
-        **choose(({}, {}, {"wire_dtype": "float16"}, {"bits": 3}, {"bits": 2}, {"bits": 7})),
+        **choose(({}, {}, {"bits": 32}, {"bits": 3}, {"bits": 2}, {"bits": 7})),
         "residue_dtype": choose((None, None, None, "float32", "float64")),
         "bucket_bytes": choose((25 * 2**20, 20_000, 5000, 1)),
         "dense": choose(((), (), (choose(names),), ("auto:output",), (names[0], "auto:output"))),
@@ -445,9 +445,6 @@ class Truth:
         if name in self.compressed and not whole:
             # With flush, values of up to m / beta are sent and rounded.
             magnitude = (1 + self.setting.config.extra) * magnitude
-        if name in self.compressed and not whole and self.setting.config.wire_dtype:
-            # Sums of small values are exact.
-            return allowed + EPSILON[torch.float16] * n * magnitude
         return (
             allowed
             + EPSILON[self._sum_dtype(name, whole)] * (1 if self._exact_sums else 2 * n) * magnitude

@@ -29,7 +29,6 @@ from scalecom_hvd.reference import integers, scales, select
 SIZES = [0, 1, 2, 63, 64, 65, 127, 129, 448, 699, 1000, 4099]
 RATES = [1, 1.5, 2, 7, 63.7, 256, 257, 1000, 40_000]  # offsets of 1, 2 and 4 bytes
 DTYPES = ["float32", "float64", "float16", "bfloat16"]
-LIMIT = 100.0  # the largest value that is sent as float16
 
 
 class Gradient:
@@ -134,9 +133,9 @@ class Bucket:
                 chosen[self.layout.offsets[name]] = offsets_of(shape, winners).view(np.uint8)
         return updated, chosen, bad
 
-    def take(self, residues, beta, scale, share, wire):
+    def take(self, residues, beta, scale, share):
         """Return the residues after sending, and the values that are sent."""
-        rest, values = [], np.zeros(self.layout.n_values, wire)
+        rest, values = [], np.zeros(self.layout.n_values, self.kind)
         for at, gradient, m, index in zip(
             self.layout.values.values(), self.gradients, residues, self.indices(), strict=True
         ):
@@ -145,11 +144,9 @@ class Bucket:
             waited = m[index] - kind(0 if share == 1 else beta) * g
             more = np.where(waited * g >= 0, kind(1 / beta - 1) * waited, kind(0))
             value = m[index] + kind(share) * g + more
-            if wire == np.float16:
-                value = np.clip(value, -LIMIT, LIMIT).astype(np.float32).astype(np.float16)
             values[at] = value
             rest.append(m.copy())
-            rest[-1][index] -= kind(beta) * value.astype(m.dtype)
+            rest[-1][index] -= kind(beta) * value
         return rest, values
 
     def choose(self, residues, beta, scale):
@@ -237,10 +234,7 @@ class Kernel:
                 bucket.layout.values[name].start,
             )
             row["levels"], row["scales_at"] = bucket.levels, bucket.layout.scales[name].start
-        self.wire(bucket.kind)
-
-    def wire(self, dtype):
-        self.values, self.sent = (np.zeros(self.bucket.layout.n_values, dtype) for _ in range(2))
+        self.values = np.zeros(bucket.layout.n_values, np.int8 if bucket.levels else bucket.kind)
 
     def call(self, name, *arguments):
         self.table["grad"] = [grad.ctypes.data for grad in self.grads]
@@ -257,44 +251,19 @@ class Kernel:
         return self.call("accumulate", beta, scale, choose, self.chosen if choose else None)
 
     def take(self, beta, scale, share):
-        return self.call(
-            *("take", beta, scale, share, 1 / beta - 1),
-            *(self.offsets, self.values, self.sent, self.is_half, LIMIT),
-        )
+        return self.call("take", beta, scale, share, 1 / beta - 1, self.offsets, self.values)
 
     def take_and_accumulate(self, beta, scale, choose):
         chosen = self.chosen if choose else None
-        return self.call(
-            "take_and_accumulate",
-            beta,
-            scale,
-            1 / beta - 1,
-            self.offsets,
-            self.values,
-            self.sent,
-            self.is_half,
-            LIMIT,
-            choose,
-            chosen,
-        )
+        wire = self.offsets, self.values
+        return self.call("take_and_accumulate", beta, scale, 1 / beta - 1, *wire, choose, chosen)
 
     def scatter(self, scale):
-        return self.call("scatter", scale, self.offsets, self.values, self.is_half)
+        return self.call("scatter", scale, self.offsets, self.values)
 
     def roll_back(self, beta, scale, accumulated, taken=True):
-        return self.call(
-            "roll_back",
-            beta,
-            scale,
-            accumulated,
-            self.offsets if taken else None,
-            self.sent,
-            self.is_half,
-        )
-
-    @property
-    def is_half(self):
-        return self.values.dtype == np.float16
+        offsets = self.offsets if taken else None
+        return self.call("roll_back", beta, scale, accumulated, offsets, self.values)
 
 
 def same(ours, theirs):
@@ -302,17 +271,16 @@ def same(ours, theirs):
         np.testing.assert_array_equal(mine, other)
 
 
-def check_moves(library, bucket, beta, scale, wire):
+def check_moves(library, bucket, beta, scale):
     """Check all moves of lanes.c, separately and one after the other."""
     for choose in (CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE, CHOOSE_AHEAD):
         kernel = Kernel(library, bucket)
         updated, chosen, bad = bucket.accumulate(bucket.residues, beta, scale, choose)
         assert kernel.accumulate(beta, scale, choose) == bad
         same([*kernel.residues, kernel.chosen], [*updated, chosen])
-        kernel.wire(wire)
-        rest, values = bucket.take(updated, beta, scale, 1 - beta, wire)
+        rest, values = bucket.take(updated, beta, scale, 1 - beta)
         assert kernel.take(beta, scale, 1 - beta) == 0
-        same([*kernel.residues, kernel.values, kernel.sent], [*rest, values, values])
+        same([*kernel.residues, kernel.values], [*rest, values])
         before = kernel.residues
         assert kernel.roll_back(beta, scale, True) == 0
         same(before, bucket.roll_back(rest, beta, scale, values))
@@ -320,27 +288,19 @@ def check_moves(library, bucket, beta, scale, wire):
         same(kernel.grads, bucket.scatter(1 / scale, values))
     for choose in (CHOOSE_NOTHING, CHOOSE_AHEAD):
         kernel = Kernel(library, bucket)
-        kernel.wire(wire)
-        rest, values = bucket.take(bucket.residues, beta, scale, 1, wire)
+        rest, values = bucket.take(bucket.residues, beta, scale, 1)
         updated, chosen, bad = bucket.accumulate(rest, beta, scale, choose)
         assert kernel.take_and_accumulate(beta, scale, choose) == bad
-        same(
-            [*kernel.residues, kernel.chosen, kernel.values, kernel.sent],
-            [*updated, chosen, values, values],
-        )
+        same([*kernel.residues, kernel.chosen, kernel.values], [*updated, chosen, values])
     kernel = Kernel(library, bucket)
     kernel.table["frozen"] = 1
-    kernel.wire(wire)
-    kernel.sent[:] = kernel.values[:] = 1
+    kernel.values[:] = 1
     kernel.take_and_accumulate(beta, scale, CHOOSE_NOTHING)
     kernel.roll_back(beta, scale, True, taken=False)
-    same(
-        [*kernel.residues, kernel.values, kernel.sent],
-        [*bucket.residues, np.zeros_like(kernel.values), np.zeros_like(kernel.sent)],
-    )
+    same([*kernel.residues, kernel.values], [*bucket.residues, np.zeros_like(kernel.values)])
 
 
-def check_broken_peer(library, random, bucket, wire):
+def check_broken_peer(library, random, bucket):
     """Check that random bytes are refused as offsets, and that nothing is changed then.
 
     They are accepted if all of them happen to lie inside their lanes.
@@ -348,7 +308,6 @@ def check_broken_peer(library, random, bucket, wire):
     refused = 0
     for _ in range(4):
         kernel = Kernel(library, bucket)
-        kernel.wire(wire)
         broken = random.integers(0, len(kernel.offsets), 3) if len(kernel.offsets) else []
         just_beyond = next(iter(bucket.shapes.values())).rows % 256
         kernel.offsets[broken] = random.choice([just_beyond, random.integers(0, 256)], len(broken))
@@ -460,10 +419,10 @@ def operate(library, name, bucket, inputs, outputs, forwards):
     return error.value.decode() or results
 
 
-def check_operations(library, bucket, beta, scale, wire):
-    wire_name, n = np.dtype(wire).name, len(bucket.shapes)
+def check_operations(library, bucket, beta, scale):
+    n = len(bucket.shapes)
     kind, grad_dtype = bucket.kind.name, bucket.gradients[0].dtype
-    settings, values_at = np.array([beta, scale, LIMIT, 1 / beta - 1]), slice(n, None)
+    settings, values_at = np.array([beta, scale, 1 / beta - 1]), slice(n, None)
     for chooses in (False, True):
         flag = np.array([chooses])
         updated, chosen, bad = bucket.accumulate(
@@ -474,21 +433,21 @@ def check_operations(library, bucket, beta, scale, wire):
             library, "ScalecomAccumulate", bucket, inputs, [*[kind] * n, "uint8", "int64"], False
         )
         same(found, [*updated, chosen if chooses else [], [bad]])
-        rest, values = bucket.take(bucket.residues, beta, scale, 1, wire)
+        rest, values = bucket.take(bucket.residues, beta, scale, 1)
         updated, chosen, bad = bucket.accumulate(
             rest, beta, scale, CHOOSE_AHEAD if chooses else CHOOSE_NOTHING
         )
-        outputs = [*[kind] * n, wire_name, "uint8", "int64"]
+        outputs = [*[kind] * n, kind, "uint8", "int64"]
         found = operate(
             library, "ScalecomTakeAndAccumulate", bucket, [*inputs, bucket.offsets], outputs, False
         )
         same(found, [*updated, values, chosen if chooses else [], [bad]])
-    rest, values = bucket.take(bucket.residues, beta, scale, 1 - beta, wire)
+    rest, values = bucket.take(bucket.residues, beta, scale, 1 - beta)
     averages = bucket.scatter(1 / scale, values)
     for forwards in (False, True):
         inputs = [*bucket.residues, *bucket.gradients, settings, bucket.offsets]
         found = operate(
-            library, "ScalecomTake", bucket, inputs, [*[kind] * n, wire_name, "int64"], forwards
+            library, "ScalecomTake", bucket, inputs, [*[kind] * n, kind, "int64"], forwards
         )
         same(found[:n] + found[values_at], [*rest, values, [0]])
         inputs = [*bucket.gradients, settings, bucket.offsets, values]
@@ -510,12 +469,10 @@ def check_integers(library, bucket, beta, scale):
     updated, _, bad = bucket.accumulate(rest, beta, scale, CHOOSE_NOTHING)
     ahead = bucket.choose(updated, beta, scale)
     kernel = Kernel(library, bucket)
-    kernel.wire(np.int8)
-    kernel.sent = kernel.values
     assert kernel.take_and_accumulate(beta, scale, CHOOSE_AHEAD) == bad
     same([*kernel.residues, kernel.values, kernel.chosen], [*updated, values, ahead])
     kernel.roll_back(beta, scale, True)
-    settings = np.array([beta, scale, LIMIT, 1 / beta - 1])
+    settings = np.array([beta, scale, 1 / beta - 1])
     for chooses in (False, True):
         inputs = [*bucket.gradients, *bucket.residues, settings, np.array([chooses])]
         found = operate(library, "ScalecomChoose", bucket, inputs, ["uint8"], False)
@@ -531,7 +488,7 @@ def check_integers(library, bucket, beta, scale):
 def check_refusals(library, random):
     """Check that inputs of wrong sizes and offsets outside of their lanes are refused."""
     bucket = Bucket(random, [Lanes(6401, 100)], ["float32"])
-    settings, outputs = np.array([1.0, 1.0, LIMIT, 0.0]), ["float32", "float32", "int64"]
+    settings, outputs = np.array([1.0, 1.0, 0.0]), ["float32", "float32", "int64"]
 
     def take(gradient, residue, offsets):
         return operate(
@@ -592,30 +549,26 @@ def all_cases(library):
         dtype = DTYPES[i % 4]
         other = "float64" if dtype == "float64" else DTYPES[(i // 4) % 4].replace("64", "32")
         for beta, scale in ((1.0, 1.0), (0.3, 0.5)):
-            for wire in (
-                np.dtype("float64" if dtype == "float64" else "float32"),
-                np.dtype("float16"),
-            ):
-                shapes = [Lanes(numel, rate), Lanes(333, RATES[count % len(RATES)])]
-                bucket = Bucket(random, shapes, [dtype, other])
-                check_moves(library, bucket, beta, scale, wire)
-                refused += check_broken_peer(library, random, bucket, wire)
-                alike = Bucket(random, shapes, [dtype, dtype])
-                check_operations(library, alike, beta, scale, wire)
-                few = Bucket(random, shapes, [dtype, dtype], levels=(1, 3, 127)[count % 3])
-                check_integers(library, few, beta, scale)
-                count += 1
+            shapes = [Lanes(numel, rate), Lanes(333, RATES[count % len(RATES)])]
+            bucket = Bucket(random, shapes, [dtype, other])
+            check_moves(library, bucket, beta, scale)
+            refused += check_broken_peer(library, random, bucket)
+            alike = Bucket(random, shapes, [dtype, dtype])
+            check_operations(library, alike, beta, scale)
+            few = Bucket(random, shapes, [dtype, dtype], levels=(1, 3, 127)[count % 3])
+            check_integers(library, few, beta, scale)
+            count += 1
     for dtype in DTYPES:  # several pieces, each of which fits into a cache
         bucket = Bucket(random, [Lanes(50_001, rate) for rate in (7, 300, 2.5)], [dtype] * 3)
-        check_operations(library, bucket, 0.3, 0.5, np.float16)
+        check_operations(library, bucket, 0.3, 0.5)
         bucket = Bucket(random, [Lanes(100_001, rate) for rate in (7, 30, 2.5)], [dtype] * 3, 3)
         check_integers(library, bucket, 0.3, 0.5)
     check_refusals(library, random)
     check_large(library, random)
     # a full group, and offsets of 4 bytes
     long = Bucket(random, [Lanes(64 * 40_000 + 37, 40_000)], ["float32"])
-    check_moves(library, long, 0.3, 0.5, np.float32)
-    refused += check_broken_peer(library, random, long, np.float32)
+    check_moves(library, long, 0.3, 0.5)
+    refused += check_broken_peer(library, random, long)
     print(f"{count} cases, {refused} times offsets were refused")
 
 

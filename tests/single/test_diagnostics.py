@@ -148,7 +148,7 @@ def by_definition(step, before, grads, averages, after, config):
         (2, hvd.ScaleCom, {}),
         (11, hvd.ScaleCom, {}),
         (3, hvd.ScaleCom, {"lookahead": True, "leader": "staggered", "bucket_bytes": 10_000}),
-        (3, hvd.ScaleCom, {"selection": "exact", "wire_dtype": "float16"}),
+        (3, hvd.ScaleCom, {"selection": "exact", "bits": 32}),
         (1, hvd.LocalTopK, {}),
         (3, hvd.LocalTopK, {}),
         (3, hvd.LocalTopK, {"selection": "exact", "beta": 1.0}),

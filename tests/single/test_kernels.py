@@ -102,14 +102,14 @@ def integer_moves(kernel, grads, residues, shapes, beta, scale, levels, extra):
     values = torch.zeros(layout.n_values, dtype=torch.int8)
     made.choose(extra, choice)
     states = [choice, *(residue.clone() for residue in residues)]
-    to = Wire(choice, values, values, 1.0)
+    to = Wire(choice, values)
     bad = made.take_and_accumulate(beta, extra, to, CHOOSE_AHEAD, ahead)
     states += [ahead, values, *(residue.clone() for residue in residues)]
     made.roll_back()
     return int(bad), [*states, *residues]
 
 
-def all_moves(kernel, grads, residues, shapes, beta, scale, choose, wire, extra=0.0):
+def all_moves(kernel, grads, residues, shapes, beta, scale, choose, extra=0.0):
     """Make all moves of a step on tensors that share their buffers.
 
     Returns the number of bad elements and every intermediate tensor.
@@ -123,16 +123,16 @@ def all_moves(kernel, grads, residues, shapes, beta, scale, choose, wire, extra=
         states.extend(t.clone() for t in (*residues, *tensors))
 
     offsets, chosen = new_offsets(*shapes), new_offsets(*shapes)
-    values, sent = torch.zeros(2, layout.n_values, dtype=wire)
+    values = torch.zeros(layout.n_values, dtype=residues[0].dtype)
     if choose == CHOOSE_AHEAD:  # look-ahead, after a first selection
         made.accumulate(0.0, CHOOSE_ACCUMULATOR, offsets)
-        to = Wire(offsets, values, sent, 65504 / 4)
+        to = Wire(offsets, values)
         bad = made.take_and_accumulate(beta, extra, to, choose, chosen)
     else:
         bad = made.accumulate(beta, choose, offsets)
         note(offsets)
-        made.take(beta, 1 - beta, extra, Wire(offsets, values, sent, 65504 / 4))
-    note(offsets, chosen, values, sent)
+        made.take(beta, 1 - beta, extra, Wire(offsets, values))
+    note(offsets, chosen, values)
     outputs = [grad.clone() for grad in grads]
     made.scatter(outputs, offsets, values)
     states.extend(outputs)
@@ -148,24 +148,19 @@ def test_kernels_agree_to_the_bit(dtype, numel, choose):
     torch.manual_seed(numel)
     kind = residue_dtype(dtype)
     for rate in (1, 2, 2.5, 7, 100, 300, 70_000):
-        for wire in (kind, torch.float16):
-            grad = torch.randn(numel, dtype=torch.float64).to(dtype)
-            residue = torch.randn(numel, dtype=kind)
-            if numel > 100:
-                grad[5], grad[17], grad[30] = float("nan"), float("inf"), -float("inf")
-            shapes = [geometry(numel, rate, "lanes"), geometry(333, rate, "lanes")]
-            grads, residues = (
-                [grad, torch.randn(333).to(dtype)],
-                [residue, torch.randn(333).to(kind)],
-            )
-            results = [
-                all_moves(k, grads, residues, shapes, 0.3, 0.5, choose, wire, extra=7 / 3)
-                for k in KERNELS
-            ]
-            # Look-ahead takes and accumulates, so an element that is not finite may count twice.
-            assert results[0][0] == results[1][0] >= (3 if numel > 100 else 0)
-            for ours, plain in zip(results[0][1], results[1][1], strict=True):
-                assert torch.equal(ours, plain)
+        grad = torch.randn(numel, dtype=torch.float64).to(dtype)
+        residue = torch.randn(numel, dtype=kind)
+        if numel > 100:
+            grad[5], grad[17], grad[30] = float("nan"), float("inf"), -float("inf")
+        shapes = [geometry(numel, rate, "lanes"), geometry(333, rate, "lanes")]
+        grads, residues = [grad, torch.randn(333).to(dtype)], [residue, torch.randn(333).to(kind)]
+        results = [
+            all_moves(k, grads, residues, shapes, 0.3, 0.5, choose, extra=7 / 3) for k in KERNELS
+        ]
+        # Look-ahead takes and accumulates, so an element that is not finite may count twice.
+        assert results[0][0] == results[1][0] >= (3 if numel > 100 else 0)
+        for ours, plain in zip(results[0][1], results[1][1], strict=True):
+            assert torch.equal(ours, plain)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -237,15 +232,14 @@ def test_kernels_agree_with_numpy(dtype, numel, selection):
             np.testing.assert_array_equal(at, select(m + g, shape, selection))
             np.testing.assert_array_equal(residue.numpy(), m + beta * g)
 
-            values, sent = torch.zeros(2, shape.k, dtype=dtype)
-            made.take(0.3, 0.7, 2.5, Wire(offsets, values, sent, 1.0))
+            values = torch.zeros(shape.k, dtype=dtype)
+            made.take(0.3, 0.7, 2.5, Wire(offsets, values))
             m = m + beta * g
             waited = m[at] - beta * g[at]
             more = np.where(waited * g[at] >= 0, m.dtype.type(2.5) * waited, m.dtype.type(0))
             want = m[at] + share * g[at] + more
             m[at] -= beta * want
             np.testing.assert_array_equal(values.numpy(), want)
-            np.testing.assert_array_equal(sent.numpy(), want)
             np.testing.assert_array_equal(residue.numpy(), m)
 
             output = torch.ones(numel, dtype=dtype)
@@ -259,7 +253,7 @@ def test_kernels_agree_with_numpy(dtype, numel, selection):
             made.begin([grad], [False], 1.0)
             residue.copy_(before)
             m = before.numpy().copy()
-            to = Wire(offsets, values, sent, 1.0)
+            to = Wire(offsets, values)
             made.take_and_accumulate(0.3, 2.5, to, CHOOSE_AHEAD, chosen)
             more = np.where(m[at] * g[at] >= 0, m.dtype.type(2.5) * m[at], m.dtype.type(0))
             want = m[at] + g[at] + more
@@ -288,12 +282,11 @@ def test_sent_plus_residue_is_what_came_in(numel, rate, dtype, seed, beta, flush
     shape = geometry(numel, rate, "lanes")
     for kernel in KERNELS:
         residue, offsets = before.clone(), new_offsets(shape)
-        values, copy = torch.empty(2, shape.k, dtype=torch.float16)
+        values = torch.empty(shape.k, dtype=residue.dtype)
         made = kernel_on(kernel, grad, residue, shape)
         made.accumulate(beta, CHOOSE_ACCUMULATOR, offsets)
         extra = 1 / beta - 1 if flush else 0.0
-        made.take(beta, 1 - beta, extra, Wire(offsets, values, copy, 65504))
-        assert torch.equal(values, copy)
+        made.take(beta, 1 - beta, extra, Wire(offsets, values))
         sent = torch.zeros(numel, dtype=torch.float64)
         sent[torch.from_numpy(shape.indices(offsets.view(offsets_dtype(shape)).numpy()))] = (
             values.double()
@@ -348,22 +341,22 @@ def test_a_value_beyond_the_largest_is_not_sent(kernel, dtype):
         torch.tensor([taken, beyond], dtype=torch.float64).to(dtype),
         torch.ones(2, dtype=residue_dtype(dtype)),
     )
-    values, sent = torch.empty(2, 2, dtype=residue.dtype)
+    values = torch.empty(2, dtype=residue.dtype)
     for lookahead in (False, True):
         made = kernel_on(kernel, grad, residue, shape, scale)
         if lookahead:
             assert (
                 int(
                     made.take_and_accumulate(
-                        1.0, 0.0, Wire(new_offsets(shape), values, sent, 1.0), CHOOSE_NOTHING, None
+                        1.0, 0.0, Wire(new_offsets(shape), values), CHOOSE_NOTHING, None
                     )
                 )
                 == 1
             )
         else:
             # Only `accumulate` counts bad elements.
-            assert int(made.take(1.0, 1.0, 0.0, Wire(new_offsets(shape), values, sent, 1.0))) == 0
-        assert values.tolist() == sent.tolist() == [taken * scale, 1]
+            assert int(made.take(1.0, 1.0, 0.0, Wire(new_offsets(shape), values))) == 0
+        assert values.tolist() == [taken * scale, 1]
         residue.fill_(1)
 
 
@@ -425,17 +418,6 @@ def test_not_even_a_full_residue_overflows(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["native", "torch"])
-def test_float16_wire_saturates_and_keeps_the_rest(kernel):
-    grad, residue, shape = torch.tensor([1e6, -1e9, 3.0]), torch.zeros(3), geometry(3, 1, "lanes")
-    values, sent = torch.empty(2, 3, dtype=torch.float16)
-    made = kernel_on(kernel, grad, residue, shape)
-    made.accumulate(1.0, CHOOSE_NOTHING, None)
-    assert int(made.take(1.0, 0.0, 0.0, Wire(new_offsets(shape), values, sent, 65504 / 2))) == 0
-    assert values.tolist() == [32752, -32752, 3]
-    torch.testing.assert_close(residue + values.float(), grad)
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=["native", "torch"])
 def test_a_residue_that_is_infinite_is_reported(kernel):
     """No step makes a residue infinite, but a state loaded without checks may hold one."""
     grad, residue, shape = (
@@ -445,22 +427,17 @@ def test_a_residue_that_is_infinite_is_reported(kernel):
     )
     made = kernel_on(kernel, grad, residue, shape)
     made.accumulate(1.0, CHOOSE_NOTHING, None)
-    values, sent = torch.empty(2, 2)
-    assert int(made.take(1.0, 0.0, 0.0, Wire(new_offsets(shape), values, sent, 1.0))) == 1
+    values = torch.empty(2)
+    assert int(made.take(1.0, 0.0, 0.0, Wire(new_offsets(shape), values))) == 1
     assert values.isfinite().all()
 
 
-def test_every_float16_survives_the_wire():
+def test_averages_are_rounded_to_half_precision_alike():
     halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     halves = halves[halves.isfinite()]
     for source in (halves.float(), halves.float() * (1 + 2**-12), halves.float() * (1 - 2**-12)):
         source = source.clamp(-65504, 65504)
-        values, sent = torch.empty(2, source.numel(), dtype=torch.float16)
         shape = geometry(source.numel(), 1, "lanes")
-        kernel_on(KERNELS[0], torch.zeros_like(source), source.clone(), shape).take(
-            1.0, 1.0, 0.0, Wire(new_offsets(shape), values, sent, 65504)
-        )
-        assert torch.equal(values, source.half())
         for dtype in (torch.float16, torch.bfloat16):
             outputs = [torch.empty(source.numel(), dtype=dtype) for _ in KERNELS]
             for kernel, output in zip(KERNELS, outputs, strict=True):
@@ -500,17 +477,15 @@ def test_the_library_leaves_the_processors_modes_alone():
 def test_empty_and_one_element_tensors(dtype, numel, choose):
     kind = residue_dtype(dtype)
     for rate in (1, 1.5, 100, 300, 70_000):
-        for wire in (kind, torch.float16):
-            shapes = [geometry(n, rate, "lanes") for n in (numel, 70, numel)]
-            grads = [torch.randn(shape.numel).to(dtype) for shape in shapes]
-            residues = [torch.randn(shape.numel).to(kind) for shape in shapes]
-            results = [
-                all_moves(k, grads, residues, shapes, 0.3, 0.5, choose, wire, extra=7 / 3)
-                for k in KERNELS
-            ]
-            assert results[0][0] == results[1][0] == 0
-            for ours, plain in zip(results[0][1], results[1][1], strict=True):
-                assert torch.equal(ours, plain)
+        shapes = [geometry(n, rate, "lanes") for n in (numel, 70, numel)]
+        grads = [torch.randn(shape.numel).to(dtype) for shape in shapes]
+        residues = [torch.randn(shape.numel).to(kind) for shape in shapes]
+        results = [
+            all_moves(k, grads, residues, shapes, 0.3, 0.5, choose, extra=7 / 3) for k in KERNELS
+        ]
+        assert results[0][0] == results[1][0] == 0
+        for ours, plain in zip(results[0][1], results[1][1], strict=True):
+            assert torch.equal(ours, plain)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["native", "torch"])
@@ -519,13 +494,13 @@ def test_denormal_gradients_are_numbers_like_others(kernel, dtype):
     smallest, kind = torch.finfo(dtype).smallest_normal, residue_dtype(dtype)
     grad = (torch.randint(1, 120, (6500,)).double() * smallest / 128).to(dtype)
     residue, shape = torch.zeros(6500, dtype=kind), geometry(6500, 100, "lanes")
-    offsets, (values, sent) = new_offsets(shape), torch.zeros(2, shape.k, dtype=kind)
+    offsets, values = new_offsets(shape), torch.zeros(shape.k, dtype=kind)
     made = kernel_on(kernel, grad, residue, shape)
     assert int(made.accumulate(1.0, CHOOSE_ACCUMULATOR, offsets)) == 0
     chosen = shape.indices(offsets.numpy())
     np.testing.assert_array_equal(chosen, select(grad.to(kind).numpy(), shape, "lanes"))
     np.testing.assert_array_equal(residue.numpy(), grad.to(kind).numpy())
-    assert int(made.take(1.0, 0.0, 0.0, Wire(offsets, values, sent, 1.0))) == 0
+    assert int(made.take(1.0, 0.0, 0.0, Wire(offsets, values))) == 0
     np.testing.assert_array_equal(values.numpy(), grad.to(kind).numpy()[chosen])
     assert values.all()
 
@@ -534,11 +509,11 @@ def test_denormal_gradients_are_numbers_like_others(kernel, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_of_zero_send_zeros_of_the_first_rows(kernel, dtype):
     residue, shape = torch.zeros(6500, dtype=residue_dtype(dtype)), geometry(6500, 100, "lanes")
-    offsets, (values, sent) = new_offsets(shape) + 7, torch.ones(2, shape.k, dtype=residue.dtype)
+    offsets, values = new_offsets(shape) + 7, torch.ones(shape.k, dtype=residue.dtype)
     made = kernel_on(kernel, torch.zeros(6500, dtype=dtype), residue, shape)
     assert int(made.accumulate(1.0, CHOOSE_ACCUMULATOR, offsets)) == 0
-    assert int(made.take(1.0, 0.0, 0.0, Wire(offsets, values, sent, 1.0))) == 0
-    assert not any(tensor.any() for tensor in (offsets, values, sent, residue))
+    assert int(made.take(1.0, 0.0, 0.0, Wire(offsets, values))) == 0
+    assert not any(tensor.any() for tensor in (offsets, values, residue))
 
 
 @pytest.mark.parametrize(
@@ -554,30 +529,25 @@ def test_gradients_of_zero_send_zeros_of_the_first_rows(kernel, dtype):
         (1000, 10, "exact", 7, 8),  # a repeated index
     ],
 )
-@pytest.mark.parametrize("wire", [torch.float32, torch.float16], ids=str)
-def test_offsets_outside_of_their_lanes_are_refused(numel, rate, selection, lane, offset, wire):
+def test_offsets_outside_of_their_lanes_are_refused(numel, rate, selection, lane, offset):
     """Offsets come from other ranks and from files. Following wrong ones would overwrite memory."""
     grad, residue = torch.randn(numel), torch.randn(numel)
     shape = geometry(numel, rate, selection)
     before, output = residue.clone(), torch.ones(numel)
     slot = TensorSlot(residue, shape, 0, 0)
-    values, sent = torch.zeros(2, shape.k, dtype=wire)
+    values = torch.zeros(shape.k)
     offsets, chosen = new_offsets(shape), new_offsets(shape)
     if selection == "exact":
         slot.offsets(offsets).copy_(torch.arange(shape.k))
     made = kernel_on(kernels_for(selection)[0], grad, residue, shape)
-    made.take(1.0, 0.0, 0.0, Wire(offsets, values, sent, 1.0))
+    made.take(1.0, 0.0, 0.0, Wire(offsets, values))
     made.roll_back()
     residue.copy_(before)
     slot.offsets(offsets)[lane] = offset
     for move in (
-        lambda: made.take(1.0, 0.0, 0.0, Wire(offsets, values, sent, 1.0)),
-        lambda: made.take_and_accumulate(
-            1.0, 0.0, Wire(offsets, values, sent, 1.0), CHOOSE_NOTHING, None
-        ),
-        lambda: made.take_and_accumulate(
-            1.0, 0.0, Wire(offsets, values, sent, 1.0), CHOOSE_AHEAD, chosen
-        ),
+        lambda: made.take(1.0, 0.0, 0.0, Wire(offsets, values)),
+        lambda: made.take_and_accumulate(1.0, 0.0, Wire(offsets, values), CHOOSE_NOTHING, None),
+        lambda: made.take_and_accumulate(1.0, 0.0, Wire(offsets, values), CHOOSE_AHEAD, chosen),
         lambda: made.scatter([output], offsets, values),
     ):
         with pytest.raises(
@@ -771,13 +741,8 @@ def test_a_frozen_tensor_keeps_its_residue_and_sends_zeros(kernel):
     grad, residue, shape = torch.zeros(200), torch.randn(200), geometry(200, 10, "lanes")
     before = residue.clone()
     made = kernel_on(kernel, grad, residue, shape, frozen=True)
-    offsets, chosen, values, sent = (
-        new_offsets(shape),
-        new_offsets(shape),
-        torch.ones(20),
-        torch.ones(20),
-    )
-    made.take_and_accumulate(0.5, 0.0, Wire(offsets, values, sent, 1.0), CHOOSE_AHEAD, chosen)
+    offsets, chosen, values = new_offsets(shape), new_offsets(shape), torch.ones(20)
+    made.take_and_accumulate(0.5, 0.0, Wire(offsets, values), CHOOSE_AHEAD, chosen)
     assert torch.equal(residue, before)
     assert not values.any()
     np.testing.assert_array_equal(

@@ -129,7 +129,6 @@ def test_numbers_of_the_bench_are_those_of_its_file():
         "look-ahead, staggered": "ScaleCom look-ahead",
         "32 bits, cyclic": "ScaleCom cyclic, 32 bits",
         "32 bits, look-ahead, staggered": "ScaleCom look-ahead, 32 bits",
-        "float16 values, look-ahead": "ScaleCom look-ahead, float16 values",
     }
     networks = [("2", "100"), ("2", "1000"), ("4", "1000"), ("2", ""), ("4", "")]
     _, rows = rows_of("speed.md", "| 2 hosts, 100 Mbit/s | 2 hosts, 1 Gbit/s | 4 hosts, 1 Gbit/s")

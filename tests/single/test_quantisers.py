@@ -10,7 +10,6 @@ import torch
 from oracles import methods as oracle
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.config import float16_limit
 from scalecom_hvd.exchange.quantisers import (
     BLOCK,
     Unrounded,
@@ -29,7 +28,7 @@ RANDOM = [
     hvd.QSGD(7, norm=2, block=32),
     UNSCALED,
 ]
-ALL = [*RANDOM, hvd.QSGD(1, block=300), hvd.Sign(), hvd.Sign(block=7), hvd.Float16()]
+ALL = [*RANDOM, hvd.QSGD(1, block=300), hvd.Sign(), hvd.Sign(block=7)]
 ALL += [hvd.BinMeans(), hvd.BinMeans(block=7)]
 COUNTS = (1, 700, 512, 33, 600)
 
@@ -48,8 +47,8 @@ def values_of(kind, seed, dtype=torch.float32):
     return torch.cat([part * 10.0 ** (i - 2) for i, part in enumerate(parts)]).to(dtype)
 
 
-def sent(quantiser, values, seed=0, ranks=4):
-    payload = quantiser.pack(values, COUNTS, generator(seed), ranks)
+def sent(quantiser, values, seed=0):
+    payload = quantiser.pack(values, COUNTS, generator(seed))
     return payload, quantiser.unpack(payload, values, COUNTS)
 
 
@@ -83,8 +82,6 @@ def test_the_bytes_are_those_that_were_promised(quantiser, dtype):
     payload, restored = sent(quantiser, values)
     blocks = sum(-(-count // quantiser.block) for count in COUNTS)
     scales = blocks * quantiser.scales * dtype.itemsize
-    if isinstance(quantiser, hvd.Float16):
-        scales = 0
     assert payload.dtype == torch.uint8
     assert payload.numel() == scales + -(-len(values) * quantiser.bits // 8)
     assert (restored.dtype, restored.shape) == (values.dtype, values.shape)
@@ -186,7 +183,7 @@ def test_numbers_at_the_ends(quantiser):
     """A scale may be zero, denormal, or the largest number there is."""
     for size in (0.0, 1e-45, 1e-39, 1.0, 2.0**125, 3.4e38):
         values = torch.tensor([-size, 0.0, size / 3, size] * 10)
-        payload = quantiser.pack(values, (40,), generator(1), 4)
+        payload = quantiser.pack(values, (40,), generator(1))
         restored = quantiser.unpack(payload, values, (40,))
         assert restored.isfinite().all()
         assert (restored.abs() <= size * 4.5).all()  # by Euclidean norms
@@ -201,8 +198,6 @@ def test_the_oracle_agrees(quantiser, dtype):
             rule = oracle.sign(quantiser.block)
         elif isinstance(quantiser, hvd.BinMeans):
             rule = oracle.bin_means(quantiser.block)
-        elif isinstance(quantiser, hvd.Float16):
-            rule = oracle.float16(float16_limit(4))
         else:
             rule = oracle.qsgd(
                 quantiser.levels,
@@ -222,15 +217,12 @@ def test_the_oracle_agrees(quantiser, dtype):
 
 
 def test_when_values_are_gathered():
-    """Values are gathered while n b < 64, where b is the bits of a value including scales.
-
-    Half precision can always be summed.
-    """
+    """Values are gathered while n b < 64, where b is the bits of a value including scales."""
     values = values_of("normal", 1)[: 1000 * 4]
     values = torch.cat([values] * 3)[:5120]
 
     def up_to(quantiser):
-        payload = quantiser.pack(values, (5120,), generator(1), 2)
+        payload = quantiser.pack(values, (5120,), generator(1))
         scales = 32 * quantiser.scales / quantiser.block
         assert payload.numel() * 8 / 5120 == pytest.approx(quantiser.bits + scales)
         return [n for n in range(1, 70) if quantiser.is_gathered(payload, values, n)]
@@ -240,10 +232,8 @@ def test_when_values_are_gathered():
     assert up_to(hvd.BinMeans()) == list(range(1, 29))  # b is 2.25
     assert up_to(hvd.QSGD(7)) == list(range(1, 16))  # b is 4 + 1/8
     assert up_to(hvd.QSGD(127)) == list(range(1, 8))
-    for quantiser in (hvd.Float16(), Unrounded()):
-        assert not quantiser.is_gathered(
-            quantiser.pack(values, (5120,), generator(1), 2), values, 2
-        )
+    as_they_are = Unrounded().pack(values, (5120,), generator(1))
+    assert not Unrounded().is_gathered(as_they_are, values, 2)
 
 
 @pytest.mark.parametrize(
@@ -260,8 +250,8 @@ def test_when_values_are_gathered():
             "lookahead and a quantiser exclude each other",
         ),
         (
-            lambda: hvd.ScaleCom(quantiser=hvd.QSGD(7), wire_dtype="float16"),
-            "wire_dtype and a quantiser exclude",
+            lambda: hvd.ScaleCom(quantiser=hvd.QSGD(7), bits=8),
+            "bits and a quantiser exclude",
         ),
     ],
 )
@@ -277,16 +267,13 @@ def test_what_quantiser_may_be():
         with pytest.raises(
             TypeError,
             match=(
-                r"quantiser must be hvd.QSGD\(levels=...\), hvd.Sign\(\), hvd.BinMeans\(\), "
-                r"hvd.Float16\(\) or None"
+                r"quantiser must be hvd.QSGD\(levels=...\), hvd.Sign\(\), hvd.BinMeans\(\) or None"
             ),
         ):
             hvd.LocalTopK(quantiser=wrong)
     for method in (hvd.GTopK, hvd.GlobalTopK, hvd.ECQSGD):
         with pytest.raises(ValueError, match=f"a quantiser means nothing to {method.__name__}"):
             method(quantiser=hvd.Sign())
-    with pytest.raises(ValueError, match='give it wire_dtype="float16"'):
-        hvd.ScaleCom(quantiser=hvd.Float16)
 
     class ThreeBits(hvd.Quantiser):
         bits = 3

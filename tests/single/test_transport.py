@@ -21,7 +21,6 @@ import torch
 from scalecom_hvd import ddp
 from scalecom_hvd.agreement import Numbers
 from scalecom_hvd.exchange import QSGD, CollectiveError, Exchange, LocalTopK, ScaleCom
-from scalecom_hvd.exchange.collectives import SUMMED
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.reference import ScaleComReference, select
 
@@ -81,7 +80,7 @@ class Hub:
             total = buffers[0].clone()
             for buffer in buffers[1:]:
                 total += buffer
-            if total.dtype not in SUMMED:
+            if total.dtype != torch.int32:
                 total /= len(buffers)
             for buffer in buffers:
                 buffer.copy_(total)

@@ -71,9 +71,9 @@ from scalecom_hvd.lanes import geometry
 
 for dtype in DTYPES:
     residue = torch.zeros(900, dtype=residue_dtype(dtype))
-    for choose, wire in ((0, torch.float16), (1, residue.dtype), (2, torch.float16)):
-        lanes = [geometry(900, 7, "lanes")]
-        all_moves(TritonKernel, [residue.to(dtype)], [residue], lanes, 0.3, 0.5, choose, wire)
+    lanes = [geometry(900, 7, "lanes")]
+    for choose in range(4):
+        all_moves(TritonKernel, [residue.to(dtype)], [residue], lanes, 0.3, 0.5, choose)
     integer_moves(TritonKernel, [residue.to(dtype)], [residue], lanes, 0.3, 0.5, 3, 1.0)
 
 for name, grad, asm in compiled.values():

@@ -31,7 +31,7 @@ from scalecom_hvd.exchange.residue import CompressedTensor, Residues
 from scalecom_hvd.exchange.run import Run
 from scalecom_hvd.saved_state import Saved
 
-OPTIONAL = ("bits", "leader", "lookahead", "quantiser", "selection", "wire_dtype")
+OPTIONAL = ("bits", "leader", "lookahead", "quantiser", "selection")
 """Settings that not every method has a use for."""
 
 
@@ -159,10 +159,6 @@ class Method:
     # What follows from its settings.
 
     @property
-    def sums_halves(self) -> bool:
-        """Whether float16 values are summed."""
-        return self.config.wire_dtype == "float16" or self.quantiser.sums_halves
-
     @property
     def loss_scale(self) -> Callable[[], float | torch.Tensor]:
         """A function that returns the current loss scale. It may be set to a GradScaler too."""
@@ -215,7 +211,7 @@ class Method:
             the last step, to be broadcast, all-reduced and (by some methods) gathered.
             bytes_traffic: what this rank sent for them on a ring, averaged over ranks. rate:
             elements of the model per element sent. collectives: how many there are per step, not
-            counting two of 8 bytes by which ranks tell each other that there are gradients.
+            counting one of 24 bytes by which ranks tell each other that there are gradients.
 
             residue_norm: the Euclidean norm of all residues. Computing it reads them all.
             residue_ratio: the norm of residues / beta, which is what waits, divided by the norm of

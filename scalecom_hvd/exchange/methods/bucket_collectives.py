@@ -79,30 +79,20 @@ class BucketCollectives:
             work = _Unpacked(work, self._bucket, choice)
         return self._wait("offsets", work, "offsets", message)
 
-    def average(
-        self, values: torch.Tensor, name: str = "values", dtype: torch.dtype = torch.float32
-    ) -> Wait[torch.Tensor]:
+    def average(self, values: torch.Tensor, name: str = "values") -> Wait[torch.Tensor]:
         """Average values over ranks, in place. If the optimizer asks for sums, sum them.
 
         Args:
-            values: values that need not be kept.
+            values: float32 or float64, which need not be kept.
             name: a name that no other collective of this step has.
-            dtype: the dtype of the result if the values are float16. They are summed in float16, in
-                which no division would be safe, so the result is a new tensor. Values of other
-                dtypes keep their dtype.
         """
-
-        def divided(total: torch.Tensor) -> torch.Tensor:
-            return total.to(dtype) * self.share if total.dtype == torch.float16 else total
-
         work = self._collectives.all_reduce(values, self._name(f"{name}.{self.bucket}"))
-        return self._wait(name, work, "values", values, divided)
+        return self._wait(name, work, "values", values)
 
     def average_taken(self) -> Wait[torch.Tensor]:
         """Average what `bucket.take` gave, in place. Tensors sent whole travel behind it.
 
-        Float16 values and integers are only summed: the bucket multiplies them by `share`. Pass the
-        result to `bucket.receive`.
+        Pass the result to `bucket.receive`.
         """
         bucket, works = self._bucket, []
         for ending, buffer in bucket.fill().items():

@@ -29,8 +29,7 @@ class ECQSGD(Method):
         bits: 2, 4 or 8.
         seed: the seed of the rounding, which differs from rank to rank.
         **fields: fields of ScaleComConfig. rate and rates only say which tensors are quantised:
-            those with a rate above 1. leader, lookahead, wire_dtype and selection mean nothing
-            here.
+            those with a rate above 1. leader, lookahead and selection mean nothing here.
 
     Raises:
         ValueError: `bits` is another number, or a setting means nothing here.

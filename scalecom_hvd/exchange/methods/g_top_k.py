@@ -27,7 +27,7 @@ class GTopK(Method):
     nothing is lost.
 
     Args:
-        **fields: fields of ScaleComConfig, without leader, lookahead, bits, wire_dtype and
+        **fields: fields of ScaleComConfig, without leader, lookahead, bits and
             selection (always exact): a value other than the default is refused.
     """
 

@@ -18,7 +18,7 @@ class GlobalTopK(Method):
     much of the average is then used.
 
     Args:
-        **fields: fields of ScaleComConfig, without leader, lookahead, bits, wire_dtype and
+        **fields: fields of ScaleComConfig, without leader, lookahead, bits and
             selection (always exact): a value other than the default is refused.
     """
 
@@ -33,5 +33,5 @@ class GlobalTopK(Method):
         places = bucket.places(chosen)
         values = bucket.sendable(places)
         bucket.send(places, values)
-        averages = yield from collectives.average(values.clone(), "values", values.dtype)
+        averages = yield from collectives.average(values.clone(), "values")
         bucket.receive(places, averages)

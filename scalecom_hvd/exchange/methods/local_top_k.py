@@ -35,7 +35,7 @@ class LocalTopK(Method):
             "contributors", which sent a value other than zero for it. With "contributors", an
             element that one rank chose moves n times as far, so what is sent and kept no longer
             adds up to what came in.
-        **fields: fields of ScaleComConfig, without leader, lookahead, bits and wire_dtype: a value
+        **fields: fields of ScaleComConfig, without leader, lookahead and bits: a value
             other than the default is refused.
 
     Raises:
@@ -57,11 +57,6 @@ class LocalTopK(Method):
             raise ValueError(
                 f"decay and beta's filter exclude each other: give beta=1, not {self.config.beta:g}"
             )
-
-    @property
-    def sums_halves(self) -> bool:
-        """Whether float16 values are summed: never, because each rank has other indices."""
-        return False
 
     @property
     def settings(self) -> Settings:

@@ -23,7 +23,7 @@ def rounded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes that this rank sends for its values in this step, and the values they stand for."""
     numbers = quantiser.seed, collectives.step, collectives.bucket, collectives.position
-    payload = quantiser.pack(values, counts, generator(*numbers), collectives.size)
+    payload = quantiser.pack(values, counts, generator(*numbers))
     return payload, quantiser.unpack(payload, values, counts)
 
 
@@ -51,6 +51,5 @@ def average_at(
             average = quantiser.unpack(theirs, sent, counts) * collectives.share
             bucket.receive(places, average)
     else:
-        summands = quantiser.summands(payload, sent)
-        average = yield from collectives.average(summands, "values", values.dtype)
-        bucket.receive(places, average.to(values.dtype))
+        average = yield from collectives.average(sent, "values")
+        bucket.receive(places, average)

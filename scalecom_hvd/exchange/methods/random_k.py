@@ -34,7 +34,7 @@ class RandomK(Method):
         shared: whether all ranks use the same indices. False: each rank has others, which all ranks
             can draw, and values are gathered.
         quantiser: what rounds the values: None, or one of quantisers.py.
-        **fields: fields of ScaleComConfig, without leader, lookahead, bits and wire_dtype: a value
+        **fields: fields of ScaleComConfig, without leader, lookahead and bits: a value
             other than the default is refused.
     """
 
@@ -43,11 +43,6 @@ class RandomK(Method):
     def __init__(self, *, seed: int = 0, shared: bool = True, **fields: Any) -> None:
         super().__init__(**fields)
         self.seed, self.shared = int(seed), bool(shared)
-
-    @property
-    def sums_halves(self) -> bool:
-        """Whether float16 values are summed: if ranks have the same indices."""
-        return self.shared and super().sums_halves
 
     @property
     def settings(self) -> Settings:

@@ -21,7 +21,6 @@ from scalecom_hvd.exchange.methods.base import OPTIONAL, Method
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.quantised_values import average_at
 from scalecom_hvd.exchange.methods.state import State
-from scalecom_hvd.exchange.quantisers import quantiser_of
 
 
 class ScaleCom(Method):
@@ -54,8 +53,7 @@ class ScaleCom(Method):
     Args:
         config, loss_scale, diagnostics, fields: see `Method`.
         quantiser: what rounds values before they travel: QSGD, Sign or BinMeans. They exclude
-            look-ahead, and their values are gathered as long as that is less traffic. For half
-            precision, give wire_dtype="float16".
+            look-ahead, and their values are gathered as long as that is less traffic.
 
     Raises:
         ValueError, TypeError: a setting cannot work.
@@ -68,14 +66,10 @@ class ScaleCom(Method):
     equal_state = ("offsets", "scales")
 
     def __init__(self, *, quantiser: Any = None, **settings: Any) -> None:
-        if quantiser_of(quantiser).sums_halves:
-            raise ValueError(
-                'ScaleCom has half precision without a quantiser: give it wire_dtype="float16"'
-            )
         super().__init__(quantiser=quantiser, **settings)
         if self.quantiser.rounds:
             defaults = ScaleComConfig(bits=32)
-            for name in ("lookahead", "bits", "wire_dtype"):
+            for name in ("lookahead", "bits"):
                 if getattr(self.config, name) != getattr(defaults, name):
                     raise ValueError(
                         f"{name} and a quantiser exclude each other: leave one of them out"
