@@ -20,15 +20,20 @@ from scalecom_hvd.exchange.residue import Residues
 def new_bucket(numel=1_000_000, thread=None, dtype=torch.float32, beta=0.5, **settings):
     """Return a bucket of a compressed weight, which has a residue, and an uncompressed bias."""
     shapes = {"weight": numel, "bias": 10}
-    parameters = {
-        name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()
-    }
+    parameters = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
     residues = Residues(ScaleComConfig(**{"bits": 32, "beta": beta} | settings))
     residues.attach(parameters)
     residues.tensors["weight"].residue.normal_()
-    for parameter in parameters.values():
-        parameter.grad = torch.randn_like(parameter)
-    return Bucket(0, list(parameters), parameters, residues, ranks=2, thread=thread)
+    return with_gradients(Bucket(0, list(parameters), parameters, residues, ranks=2, thread=thread))
+
+
+def with_gradients(bucket):
+    bucket.came = {name: torch.randn_like(like).view(-1) for name, like in bucket._like.items()}
+    return bucket
+
+
+def begin(bucket, scale=1.0, **how):
+    bucket.begin(scale, bucket.came, **how)
 
 
 class Owner:
@@ -55,7 +60,7 @@ def test_a_step_given_up_while_a_kernel_runs_is_rolled_back(kind):
     bucket = new_bucket(thread=owner.thread)
     residue = bucket.tensors[0].residue
     before, moved = residue.clone(), []
-    bucket.begin(1.0)
+    begin(bucket)
     (kernel, _), *_ = bucket._kernels
     roll_back = kernel.roll_back
 
@@ -81,7 +86,7 @@ def test_a_step_given_up_while_a_kernel_runs_is_rolled_back(kind):
 def test_small_kernels_run_at_once_and_large_ones_on_the_thread(numel):
     owner = Owner()
     bucket = new_bucket(numel, owner.thread)
-    bucket.begin(1.0)
+    begin(bucket)
     waits = list(bucket.accumulate())
     assert [wait.what for wait in waits] == ["kernel"] * (numel > 3000)
     assert all(wait.work.done() for wait in waits)
@@ -169,7 +174,7 @@ def test_moves_on_two_threads_have_ranges_of_their_own_in_a_profile():
 
     def moving(meanwhile):
         bucket = new_bucket(3000)
-        bucket.begin(1.0)
+        begin(bucket)
         (kernel, _), *_ = bucket._kernels
         kernel.accumulate = lambda *_: meanwhile() or 0
         return bucket
@@ -205,7 +210,7 @@ def test_gradients_on_another_device_than_residues_are_refused(name):
     Kernels follow addresses.
     """
     bucket = new_bucket(3000)
-    grads = {n: p.grad for n, p in bucket.parameters.items()}
+    grads = dict(bucket.came)
     numel = grads[name].numel()
     grads[name] = grads[name].to("meta")
     message = (
@@ -219,9 +224,9 @@ def test_gradients_on_another_device_than_residues_are_refused(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_what_is_sent_whole_is_the_gradient_itself_where_its_dtype_travels(dtype):
     bucket = new_bucket(5000, dtype=dtype)
-    own = [parameter.grad.fill_(1) for parameter in bucket.parameters.values()]
+    own = [grad.fill_(1) for grad in bucket.came.values()]
     before = bucket.tensors[0].residue.clone()
-    bucket.begin(1.0, whole=True)
+    begin(bucket, whole=True)
     averaged = bucket.fill()
     if dtype == torch.bfloat16:  # Horovod has no bfloat16
         assert {buffer.dtype for buffer in averaged.values()} == {torch.float32}
@@ -241,19 +246,17 @@ def test_what_is_sent_whole_is_the_gradient_itself_where_its_dtype_travels(dtype
 def many_tensors(bits=32):
     """Return a bucket whose offsets have 1, 2 and 4 bytes."""
     rates = {"narrow": 10, "wide": 1000, "widest": 40_000, "other": 7}
-    parameters = {name: torch.nn.Parameter(torch.zeros(3001)) for name in rates}
+    parameters = {name: torch.zeros(3001) for name in rates}
     residues = Residues(ScaleComConfig(rates=rates, dense=(), min_numel=0, bits=bits))
     residues.attach(parameters)
-    for parameter in parameters.values():
-        parameter.grad = torch.randn_like(parameter)
-    return Bucket(0, list(parameters), parameters, residues, ranks=2)
+    return with_gradients(Bucket(0, list(parameters), parameters, residues, ranks=2))
 
 
 @pytest.mark.parametrize("bits", [32, 3])
 def test_choices_are_split_and_joined(bits):
     """Choices that come from one buffer are joined without a copy."""
     bucket = many_tensors(bits=bits)
-    bucket.begin(1.0)
+    begin(bucket)
     chosen = bucket.choose_without_accumulating()
     parts = bucket.split_choice(chosen)
     for tensor in bucket.tensors:
@@ -287,9 +290,9 @@ def test_both_forms_of_moves_take_and_leave_the_same():
     in_place, apart = many_tensors(), many_tensors()
     for ours, theirs in zip(in_place.tensors, apart.tensors, strict=True):
         theirs.residue.copy_(ours.residue.normal_())
-        apart.parameters[ours.name].grad.copy_(in_place.parameters[ours.name].grad)
+    apart.came = {name: grad.clone() for name, grad in in_place.came.items()}
     for bucket in (in_place, apart):
-        bucket.begin(0.5)
+        begin(bucket, 0.5)
     chosen = finished(in_place.accumulate(choose=True))
     values = finished(in_place.take(chosen))
     in_place.receive(chosen, values)
@@ -314,12 +317,12 @@ def test_both_forms_of_moves_take_and_leave_the_same():
 
 def test_the_two_forms_of_moves_are_not_mixed():
     bucket = new_bucket(3000)
-    bucket.begin(1.0)
+    begin(bucket)
     bucket.accumulators  # noqa: B018
     with pytest.raises(AssertionError, match="a move in place was asked for after accumulators"):
         finished(bucket.accumulate())
     bucket.end()
-    bucket.begin(1.0)
+    begin(bucket)
     finished(bucket.accumulate())
     with pytest.raises(AssertionError, match="accumulators were asked for after a move in place"):
         bucket.choose()
@@ -371,7 +374,7 @@ class Operations(TorchDispatchMode):
 def test_no_operation_needs_memory_of_cublas():
     bucket = new_bucket(rate=16)
     with Operations() as operations:
-        bucket.begin(1.0)
+        begin(bucket)
         offsets = finished(bucket.select())
         finished(bucket.take_and_accumulate(offsets))
         bucket.fill()
