@@ -11,19 +11,18 @@ The algorithm (Chen et al., NeurIPS 2020, arXiv 2104.11125), at step t with lead
 Multiplied out, a step is two moves. Each is rounded as written here, so a kernel that does the same
 operations always makes the same selections:
 
-    (1)  m <- m + beta * grad              the leader finds its top-k in the same pass
-    (2)  v  = m[I] + (1 - beta) * grad[I]  equals acc at I
+    (1)  v  = m[I] + grad[I]               what is sent, which is acc at I
          m[I] <- m[I] - beta * v̂           v̂: what was really sent
+    (2)  m  <- m + beta * grad
 
 In these units, a residue holds beta times what waits. acc holds the whole gradient, and beta times
 what waits. With `flush` (not in the paper), a worker sends everything that waits at the chosen
 indices where its new gradient does not point the other way: there v is larger by
-(1 / beta - 1) * m, with m as it was before (1).
+(1 / beta - 1) * m.
 
-`_cyclic` makes the moves in this order, and `_look_ahead` in the other. With `bits` below 32 (not
-in the paper either), v̂ is an integer times a scale, and (2) comes first in both forms. The leader
-gives one scale to each block of its values. The code is slow and short on purpose. Imports NumPy,
-config, lanes and integers.
+With `bits` below 32 (not in the paper either), v̂ is an integer times a scale. The leader gives one
+scale to each block of its values. With look-ahead, the leader chooses at the end of a step for the
+next one. The code is slow and short on purpose. Imports NumPy, config, lanes and integers.
 """
 
 from __future__ import annotations
@@ -139,77 +138,53 @@ class ScaleComReference:
             if self.config.lookahead:
                 self._choose_first(name, m, grad)
             return _mean_whole(grads)
-        if self.config.lookahead:
-            I, sent = self._look_ahead(name, m, grad)
-        elif self.config.levels:
-            I, sent = self._send_first(m, grad, *self._choose(name, self.step_number, m, grad))
-        else:
-            I, sent = self._cyclic(name, m, grad)
+        ahead, step = self.config.lookahead, self.step_number
+        I, scale = self._chosen_ahead[name] if ahead else self._choose(name, step, m, grad)
+        sent = self._send(m, grad, I, scale)
+        if ahead:
+            # The next step's leader chooses from its residue as it is now, plus its gradient. This
+            # gradient stands for the next one, which is not known. Without it, the choice would
+            # follow stale mass.
+            self._chosen_ahead[name] = self._choose(name, step + 1, m, grad)
         self.selections[name] = I
         average = np.zeros_like(grad[0])
         average[I] = mean(sent)
         return average.reshape(grads[0].shape).astype(grads[0].dtype)
 
-    def _cyclic(self, name: str, m: list[Array], grad: list[Array]) -> tuple[Indices, list[Array]]:
-        """I, chosen by this step's leader, and what every worker sends."""
-        beta, rest = (m[0].dtype.type(share) for share in (self.config.beta, 1 - self.config.beta))
-        j = self.leader(name, self.step_number)
-        I = self._top_k(name, m[j] + grad[j])
-        sent = []
-        for i in range(self.n_workers):
-            m[i] += beta * grad[i]  # (1)
-            waited = m[i][I] - beta * grad[i][I]
-            more = self._more(waited, grad[i][I])
-            v = m[i][I] + rest * grad[i][I] + more  # (2)
-            m[i][I] -= beta * v
-            sent.append(v)
-        return I, sent
-
-    def _look_ahead(
-        self, name: str, m: list[Array], grad: list[Array]
-    ) -> tuple[Indices, list[Array]]:
-        """I, chosen at the end of the last step, and what every worker sends."""
-        I, sent = self._send_first(m, grad, *self._chosen_ahead[name])
-        # The next step's leader chooses from its residue as it is now, plus its gradient. This
-        # gradient stands for the next one, which is not known. Without it, the choice would follow
-        # stale mass.
-        self._chosen_ahead[name] = self._choose(name, self.step_number + 1, m, grad)
-        return I, sent
-
-    def _send_first(
+    def _send(
         self, m: list[Array], grad: list[Array], I: Indices, scale: Array | None
-    ) -> tuple[Indices, list[Array]]:
-        """I, and what every worker sends. (2) comes before (1), while m + grad is acc."""
+    ) -> list[Array]:
+        """What every worker sends."""
         beta = m[0].dtype.type(self.config.beta)
         sent = []
         for i in range(self.n_workers):
-            v = self._value(m[i][I], grad[i][I])  # (2)
+            v = self._value(m[i][I], grad[i][I])  # (1)
             if scale is not None:
                 v = integers(v, scale, self.config.levels) * scale
             m[i][I] -= beta * v
-            m[i] += beta * grad[i]  # (1)
+            m[i] += beta * grad[i]  # (2)
             sent.append(v)
-        return I, sent
+        return sent
 
     def _value(self, m: Array, grad: Array) -> Array:
-        """v before rounding, at the indices that m and grad are from, before (1)."""
+        """v before rounding, at the indices that m and grad are from."""
         return m + grad + self._more(m, grad)
+
+    def _more(self, m: Array, grad: Array) -> Array:
+        """What is sent of m besides acc."""
+        extra = m.dtype.type(self.config.extra)
+        with np.errstate(over="ignore"):
+            agrees = m * grad >= 0
+        return np.where(agrees, extra * m, m.dtype.type(0))
 
     def _choose(
         self, name: str, step: int, m: list[Array], grad: list[Array]
     ) -> tuple[Indices, Array | None]:
-        """I, and the scales of v there, as the leader of a step chooses them before (1)."""
+        """I, and the scales of v there, as the leader of a step chooses them."""
         j = self.leader(name, step)
         I = self._top_k(name, m[j] + grad[j])
         levels = self.config.levels
         return I, scales(self._value(m[j][I], grad[j][I]), levels) if levels else None
-
-    def _more(self, waited: Array, grad: Array) -> Array:
-        """What is sent besides acc, of what `waited` at these indices before this gradient came."""
-        extra = waited.dtype.type(self.config.extra)
-        with np.errstate(over="ignore"):
-            agrees = waited * grad >= 0
-        return np.where(agrees, extra * waited, waited.dtype.type(0))
 
     def _choose_first(self, name: str, m: list[Array], grad: list[Array]) -> None:
         """In a step that is sent whole, let a look-ahead leader choose by this step's gradient.

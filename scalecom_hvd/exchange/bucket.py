@@ -4,10 +4,10 @@ The exchange says when a step begins, and whether it counts. In between, a metho
 the moves. Nothing here communicates. A step that does not count is rolled back: residues become
 what they were, up to rounding.
 
-Moves come in two forms, and a method uses one of them. `accumulate`, `take` and
-`take_and_accumulate` work in place on the residues, with kernels that fuse them. They serve offsets
-that one rank chose for all ranks, as ScaleCom's leader does. Their numbers, (1) and (2), are those
-of reference.py. `accumulators`, `choose`, `send` and `receive` serve any indices and values.
+Moves come in two forms, and a method uses one of them. `select` and `take_and_accumulate` work in
+place on the residues, with kernels that fuse what they do. They serve offsets that are the same on
+all ranks, as ScaleCom's leader chooses them. The numbers (1) and (2) are those of reference.py.
+`accumulators`, `choose`, `send` and `receive` serve any indices and values.
 They are simple rather than fast, and use two tensors as large as the bucket.
 
 An *offset* is a row in a lane, as it travels. A *position* is an index into one tensor. `places`
@@ -45,12 +45,6 @@ from scalecom_hvd.exchange.kernels import (
 )
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.values import Values, norm
-from scalecom_hvd.native import (
-    CHOOSE_ACCUMULATOR,
-    CHOOSE_AHEAD,
-    CHOOSE_NOTHING,
-    CHOOSE_RESIDUE,
-)
 
 # With this many elements, a pass over them takes longer (about 0.1 ms) than handing it to a thread.
 WORTH_A_THREAD = 2**19
@@ -157,7 +151,6 @@ class Bucket:
             self._values = IntegerValues(self._layout.n_values, self._levels, ranks, self._device)
         else:
             self._values = Values(self._layout.n_values, dense, wire, self._device)
-        self._wire = Wire(self._offsets[0], self._values.compressed)
         # The index of each value's scale. A CPU is faster without it, tensor by tensor.
         has_index = self._levels and self._device.type != "cpu"
         self._scale_of = scale_numbers(self.counts).to(self._device) if has_index else None
@@ -174,13 +167,12 @@ class Bucket:
         self._received: tuple[torch.Tensor, torch.Tensor] | None
         self._taken_at: torch.Tensor
         self._in_place: bool
-        self._has_accumulated: bool
         self._has_accumulators: bool
         self._committed: bool
         self.forget()
 
     def averages_taken(self) -> torch.Tensor:
-        """The averages (k,) of the last values of `take`, once they have arrived."""
+        """The averages (k,) of the values taken, once they have arrived."""
         if isinstance(self._values, Values):
             return self._values.averages
         if self.whole:
@@ -258,71 +250,46 @@ class Bucket:
 
     # What a method asks for: moves in place.
 
-    def accumulate(self, choose: bool = False) -> Step[torch.Tensor | None]:
-        """(1) m <- m + beta*g. If `choose`, returns the offsets of the largest |m + g|."""
-        chosen = self.new_offsets() if choose else None
-        mode = CHOOSE_ACCUMULATOR if choose else CHOOSE_NOTHING
-        yield from self._run("accumulate", lambda own: own.accumulate(self._beta, mode, chosen))
-        self._has_accumulated = True
-        return chosen
-
-    def take(self, offsets: torch.Tensor) -> Step[torch.Tensor]:
-        """(2) v = m[I] + (1 - beta)*g[I], which is acc at I; m[I] <- m[I] - beta*v.
-
-        With config.flush v is larger; see reference.py. Call `accumulate` first. Returns v (k,).
-
-        Raises:
-            RuntimeError: `accumulate` was not called first, or values have few bits.
-        """
-        if self._levels:
-            raise RuntimeError(
-                "take() does not work with values of few bits. Call bucket.take_and_accumulate() "
-                "instead, or give bits=32 to a method that calls take()"
-            )
-        if not self._has_accumulated:
-            raise RuntimeError("take() must come after `yield from bucket.accumulate()`")
-        wire = self._wire._replace(offsets=offsets)
-        beta, extra = self._beta, self._extra
-        yield from self._run("take", lambda own: own.take(beta, 1 - beta, extra, wire))
-        return wire.values
-
-    def take_and_accumulate(
-        self, offsets: torch.Tensor, choose: bool = False
-    ) -> Step[tuple[torch.Tensor, torch.Tensor | None]]:
-        """(2) then (1): v = m[I] + g[I], m[I] <- m[I] - beta*v, m <- m + beta*g, in one pass.
-
-        The other order would give the same m, because (1 - beta)*m is left at I either way. Returns
-        v, and, if `choose`, the offsets of the largest |m + g| afterwards. There g stands for the
-        next gradient.
-        """
-        self._taken_at = offsets
-        wire = self._wire._replace(offsets=offsets)
-        chosen = self.new_offsets() if choose else None
-        mode = CHOOSE_AHEAD if choose else CHOOSE_NOTHING
-        beta, extra = self._beta, self._extra
-        yield from self._run(
-            "take_and_accumulate",
-            lambda own: own.take_and_accumulate(beta, extra, wire, mode, chosen),
-        )
-        return wire.values, chosen
-
-    def choose_without_accumulating(self) -> torch.Tensor:
-        """Choose as `select` does, in a step that is sent whole."""
-        chosen = self.new_offsets()
-        for kernel, _ in self._kernels:
-            kernel.choose(self._extra, chosen)
-        return chosen
-
     def select(self) -> Step[torch.Tensor]:
         """Choose the offsets of the largest |m + g|, and the scales of integers there; m stays."""
         chosen = self.new_offsets()
 
         def choose(kernel: Kernel) -> Count:
             kernel.choose(self._extra, chosen)
-            return 0  # bad elements are counted when they are taken
+            return 0  # bad elements are counted when values are taken
 
         yield from self._run("select", choose)
         return chosen
+
+    def take_and_accumulate(
+        self, offsets: torch.Tensor, choose: bool = False
+    ) -> Step[torch.Tensor | None]:
+        """(1) v = m[I] + g[I], m[I] <- m[I] - beta*v; then (2) m <- m + beta*g, in one pass.
+
+        v is acc at I. With config.flush it is larger; see reference.py. It becomes `taken`.
+
+        Args:
+            offsets: I, the same on all ranks.
+            choose: whether to return what `select` would return afterwards. There g stands for the
+                next gradient.
+        """
+        self._refuse_whole("moves")
+        self._taken_at = offsets
+        wire = Wire(offsets, self.taken)
+        chosen = self.new_offsets() if choose else None
+        beta, extra = self._beta, self._extra
+        yield from self._run(
+            "take_and_accumulate", lambda own: own.take_and_accumulate(beta, extra, wire, chosen)
+        )
+        return chosen
+
+    @property
+    def taken(self) -> torch.Tensor:
+        """v (k,) as `take_and_accumulate` took it; int8 if values are integers.
+
+        It must stay as it is until the step's end: `average_taken` sends a copy.
+        """
+        return self._values.compressed
 
     # What a method asks for: moves on accumulators.
 
@@ -369,9 +336,9 @@ class Bucket:
             ]
             kernel = kernel_for(self._device, dtype, dtype, self.geometries[0])
             self._chooser = kernel(slots, [dtype] * len(slots))
-        # Accumulators replace residues here, and nothing is added to them.
-        self._chooser.begin(parts, [False] * len(parts), 1.0)
-        self._chooser.accumulate(0.0, CHOOSE_RESIDUE, buffer)
+        # Accumulators replace residues here, and zero times accumulators is added to them.
+        self._chooser.begin(parts, [False] * len(parts), 0.0)
+        self._chooser.choose(0.0, buffer)
         self._chooser.release()
         return buffer
 
@@ -406,12 +373,16 @@ class Bucket:
             where: indices. If one occurs several times, its values add up. After moves in place:
                 the offsets at which values were taken.
             averages: one for each index, the same on every rank. After moves in place: the averages
-                of what `take` returned.
+                of `taken`.
 
         Raises:
             ValueError: there are more or fewer averages than indices.
         """
         self._refuse_whole("receives")
+        if not self._in_place and isinstance(where, torch.Tensor) and where.dtype == torch.uint8:
+            raise RuntimeError(
+                "receive() of offsets must come after `yield from bucket.take_and_accumulate()`"
+            )
         self.has_received = True
         if self._in_place:
             assert isinstance(where, torch.Tensor), "moves in place receive at offsets"
@@ -621,7 +592,7 @@ class Bucket:
         self._averaged = {}
         self._reduced = self._received = None
         self._in_place = self._has_accumulators = self._committed = False
-        self._has_accumulated = self.has_received = False
+        self.has_received = False
         self._job = None
 
     def drop_whole_buffer(self) -> None:
@@ -643,7 +614,6 @@ class Bucket:
 
     def _run(self, what: str, move: Callable[[Kernel], Count]) -> Step[None]:
         """Make a move, on the thread if no kernel needs Python and the move takes long enough."""
-        self._refuse_whole("moves")
         assert not self._has_accumulators, "a move in place was asked for after accumulators"
         self._in_place = True
 

@@ -21,12 +21,6 @@ from scalecom_hvd.exchange.devices import stream_id
 from scalecom_hvd.exchange.gradients import limit_of
 from scalecom_hvd.integers import BLOCK, SMALLEST_SCALE, blocks_of, scale_divisor
 from scalecom_hvd.lanes import Lanes, Positions
-from scalecom_hvd.native import (
-    CHOOSE_ACCUMULATOR,
-    CHOOSE_AHEAD,
-    CHOOSE_NOTHING,
-    CHOOSE_RESIDUE,
-)
 
 Count = int | torch.Tensor
 """A number, or a 0-dimensional tensor on devices where reading a number would wait."""
@@ -82,7 +76,7 @@ class Wire(NamedTuple):
 
 
 Taken = tuple[float, Wire]
-"""(beta, wire): what values were taken with, for a roll-back."""
+"""(beta, wire): what a step's move was made with, for a roll-back."""
 
 
 class Kernel(Protocol):
@@ -93,8 +87,7 @@ class Kernel(Protocol):
 
     The buffers `offsets` and `chosen` hold bytes. The C and Triton kernels allocate nothing as
     large as these in a step. A frozen tensor is no longer trained: its residue stays as it is, and
-    zeros are sent. If values travel as integers (`levels`), `choose` and then
-    `take_and_accumulate` are used.
+    zeros are sent.
     """
 
     def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None: ...
@@ -107,44 +100,28 @@ class Kernel(Protocol):
         ...
 
     def choose(self, extra: float, chosen: torch.Tensor) -> None:
-        """(0) chosen <- the winners of |m + g|, and the scales of what `take` would send there.
+        """Chosen <- the winners of |m + g|, and the scales of what would be sent there.
 
-        Nothing else changes. extra: see `take`.
-        """
-        ...
-
-    def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> Count:
-        """(1) m <- m + beta*g. Returns how many elements of g are bad.
-
-        Args:
-            beta: the beta of the low-pass filter.
-            choose: which winners `chosen` takes: CHOOSE_ACCUMULATOR, of |m_old + g|;
-                CHOOSE_RESIDUE, of |m_new|; CHOOSE_NOTHING.
-            chosen: the buffer for their offsets.
-        """
-        ...
-
-    def take(self, beta: float, share: float, extra: float, wire: Wire) -> Count:
-        """(2) values <- v = m[I] + share*g[I]; m[I] <- m[I] - beta*values.
-
-        With `levels`, v is rounded to integers times scales. Returns how many values are not
-        finite. They are sent as zero.
-
-        Args:
-            beta: the beta of the low-pass filter.
-            share: the share of g that is not in m yet: 1, or 1 - beta after `accumulate`.
-            extra: v is larger by `extra` times m_old (m before g came), if m_old and g do not have
-                opposite signs.
-            wire: where values are taken from, and where they go.
+        Nothing else changes. extra: see `take_and_accumulate`.
         """
         ...
 
     def take_and_accumulate(
-        self, beta: float, extra: float, wire: Wire, choose: int, chosen: torch.Tensor | None
+        self, beta: float, extra: float, wire: Wire, chosen: torch.Tensor | None = None
     ) -> Count:
-        """`take` with share 1, then `accumulate`, in look-ahead's order. Returns both counts' sum.
+        """(1) values <- v = m[I] + g[I]; m[I] <- m[I] - beta*values. (2) m <- m + beta*g.
 
-        choose: CHOOSE_AHEAD, with the scales of what m_new and g would send, or CHOOSE_NOTHING.
+        With `levels`, v is rounded to integers times scales.
+
+        Args:
+            beta: the beta of the low-pass filter.
+            extra: v is larger by `extra` times m, if m and g do not have opposite signs.
+            wire: where values are taken from, and where they go.
+            chosen: then takes what `choose` gives, with m as it is afterwards. None: nothing.
+
+        Returns:
+            How many elements of g are bad, and how many values are not finite, which are sent as
+            zero.
         """
         ...
 
@@ -161,10 +138,10 @@ class Kernel(Protocol):
     def roll_back(self, keep_gradients: bool = False) -> None:
         """Undo what was done to residues since `begin`, up to rounding.
 
-        If values were taken from a tensor: m[I] <- m[I] + beta*values. If it accumulated:
-        m <- m - beta*g. The second is left out with `keep_gradients`, for gradients that are no
-        longer what they were. Each kernel keeps track of its moves itself, because a move may fail
-        halfway. Offsets and values must be what they were.
+        This is m[I] <- m[I] + beta*values, then m <- m - beta*g. The second is left out with
+        `keep_gradients`, for gradients that are no longer what they were. Each kernel keeps track
+        of its moves itself, because a move may fail halfway. Offsets and values must be what they
+        were.
         """
         ...
 
@@ -205,57 +182,34 @@ class TorchKernel:
 
     def choose(self, extra: float, chosen: torch.Tensor) -> None:
         for step in self._steps:
-            slot, residue = step.slot, step.slot.residue
-            g, _ = usable(step.grad, residue, self._scale)
-            choose_by_torch(residue + g, slot.geometry, slot.offsets(chosen))
-            choose_scales(slot, step.grad, self._scale, extra, chosen)
-
-    def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> Count:
-        bad: Count = 0
-        for step in self._steps:
-            slot, residue = step.slot, step.slot.residue
-            g, n_bad = usable(step.grad, residue, self._scale)
-            if choose == CHOOSE_ACCUMULATOR:
-                choose_by_torch(residue + g, slot.geometry, slot.offsets(chosen))
-            if not step.frozen:
-                residue.add_(g * beta)
-                step.accumulated = beta
-            if choose == CHOOSE_RESIDUE:
-                choose_by_torch(residue, slot.geometry, slot.offsets(chosen))
-            bad = bad + n_bad
-        return bad
-
-    def take(self, beta: float, share: float, extra: float, wire: Wire) -> Count:
-        bad: Count = 0
-        for step in self._steps:
-            slot, residue = step.slot, step.slot.residue
-            part = slot.values(wire.values)
-            if step.frozen:
-                part.zero_()
-                continue
-            positions = _checked_positions(slot, wire.offsets)
-            value = residue[positions]
-            if share != 0:
-                g, _ = usable(step.grad[positions], residue, self._scale)
-                waited = value if share == 1 else value - beta * g
-                value = value + share * g + more_of(waited, g, extra)
-            finite = value.isfinite()
-            value.masked_fill_(~finite, 0)
-            if slot.levels:
-                value = integers_of(value, slot.scales(wire.offsets), slot.levels)
-            part.copy_(value)
-            residue[positions] -= _sent(slot, wire) * beta
-            step.taken = beta, wire
-            bad = bad + (finite.numel() - finite.count_nonzero())
-        return bad
+            g, _ = usable(step.grad, step.slot.residue, self._scale)
+            _choose(step.slot, g, extra, chosen)
 
     def take_and_accumulate(
-        self, beta: float, extra: float, wire: Wire, choose: int, chosen: torch.Tensor | None
+        self, beta: float, extra: float, wire: Wire, chosen: torch.Tensor | None = None
     ) -> Count:
-        bad = self.take(beta, 1.0, extra, wire)
-        bad = bad + self.accumulate(beta, CHOOSE_NOTHING, None)
-        if choose == CHOOSE_AHEAD:
-            self.choose(extra, chosen)
+        bad: Count = 0
+        for step in self._steps:
+            slot, residue, part = step.slot, step.slot.residue, step.slot.values(wire.values)
+            g, n_bad = usable(step.grad, residue, self._scale)
+            bad = bad + n_bad
+            if step.frozen:
+                part.zero_()
+            else:
+                positions = _checked_positions(slot, wire.offsets)
+                value = sendable(residue[positions], g[positions], extra)
+                finite = value.isfinite()
+                value.masked_fill_(~finite, 0)
+                if slot.levels:
+                    value = integers_of(value, slot.scales(wire.offsets), slot.levels)
+                part.copy_(value)
+                residue[positions] -= _sent(slot, wire) * beta
+                step.taken = beta, wire
+                residue.add_(g * beta)
+                step.accumulated = beta
+                bad = bad + (finite.numel() - finite.count_nonzero())
+            if chosen is not None:
+                _choose(slot, g, extra, chosen)
         return bad
 
     def scatter(
@@ -285,20 +239,18 @@ class TorchKernel:
         self._steps = []
 
 
-def more_of(waited: torch.Tensor, g: torch.Tensor, extra: float) -> torch.Tensor:
-    """What is sent in addition to m + g, out of what waited before g came."""
-    return torch.where(waited * g >= 0, extra * waited, 0.0)
+def sendable(m: torch.Tensor, g: torch.Tensor, extra: float) -> torch.Tensor:
+    """v: m + g, and `extra` times m besides, where m and g do not have opposite signs."""
+    return m + g + torch.where(m * g >= 0, extra * m, 0.0)
 
 
-def choose_scales(
-    slot: TensorSlot, grad: torch.Tensor, scale: float, extra: float, chosen: torch.Tensor
-) -> None:
-    """Set the scales of integers for what the chosen elements would send, with acc = m + g."""
+def _choose(slot: TensorSlot, g: torch.Tensor, extra: float, chosen: torch.Tensor) -> None:
+    """Chosen <- the winners of |m + g|, and the scales of integers there."""
+    choose_by_torch(slot.residue + g, slot.geometry, slot.offsets(chosen))
     if slot.levels:
         positions = positions_of(slot.geometry, slot.offsets(chosen))
-        m = slot.residue[positions]
-        g, _ = usable(grad[positions], slot.residue, scale)
-        slot.scales(chosen).copy_(scales_of(m + g + more_of(m, g, extra), slot.levels))
+        values = sendable(slot.residue[positions], g[positions], extra)
+        slot.scales(chosen).copy_(scales_of(values, slot.levels))
 
 
 def scales_of(values: torch.Tensor, levels: int) -> torch.Tensor:
@@ -401,40 +353,28 @@ class NativeKernel:
         self._tensors = self._table.ctypes.data, len(slots)
         self._grads: Sequence[torch.Tensor] = ()
         self._scale = 1.0
-        # The beta of this step's accumulation, and what its values were taken with.
-        self._accumulated = 0.0
         self._taken: Taken | None = None
 
     def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
         self._table["grad"] = [grad.data_ptr() for grad in grads]
         self._table["frozen"] = frozen
         self._grads, self._scale = grads, scale
-        self._accumulated, self._taken = 0.0, None
+        self._taken = None
 
     def release(self) -> None:
-        self._grads, self._accumulated, self._taken = (), 0.0, None
+        self._grads, self._taken = (), None
 
     def choose(self, extra: float, chosen: torch.Tensor) -> None:
         self._library.scalecom_choose(*self._tensors, self._scale, extra, chosen.data_ptr())
 
-    def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> int:
-        arguments = beta, self._scale, choose, _address(chosen)
-        bad = self._library.scalecom_accumulate(*self._tensors, *arguments)
-        self._accumulated = beta
-        return bad
-
-    def take(self, beta: float, share: float, extra: float, wire: Wire) -> int:
-        arguments = beta, self._scale, share, extra, *_addresses(wire)
-        bad = native.checked(self._library.scalecom_take(*self._tensors, *arguments))
-        self._taken = beta, wire
-        return bad
-
     def take_and_accumulate(
-        self, beta: float, extra: float, wire: Wire, choose: int, chosen: torch.Tensor | None
+        self, beta: float, extra: float, wire: Wire, chosen: torch.Tensor | None = None
     ) -> int:
-        arguments = beta, self._scale, extra, *_addresses(wire), choose, _address(chosen)
-        bad = native.checked(self._library.scalecom_take_and_accumulate(*self._tensors, *arguments))
-        self._taken, self._accumulated = (beta, wire), beta
+        arguments = beta, self._scale, extra, *_addresses(wire)
+        to = None if chosen is None else chosen.data_ptr()
+        move = self._library.scalecom_take_and_accumulate
+        bad = native.checked(move(*self._tensors, *arguments, to))
+        self._taken = beta, wire
         return bad
 
     def scatter(
@@ -449,14 +389,11 @@ class NativeKernel:
             self._table["grad"] = grads
 
     def roll_back(self, keep_gradients: bool = False) -> None:
-        roll_back = functools.partial(self._library.scalecom_roll_back, *self._tensors)
         if self._taken is not None:
             beta, wire = self._taken
-            roll_back(beta, self._scale, False, *_addresses(wire))
+            arguments = beta, self._scale, *_addresses(wire), keep_gradients
+            native.checked(self._library.scalecom_roll_back(*self._tensors, *arguments))
             self._taken = None
-        if self._accumulated and not keep_gradients:
-            roll_back(self._accumulated, self._scale, True, None, None)
-        self._accumulated = 0.0
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -523,10 +460,6 @@ def positions_of(geometry: Lanes, offsets: torch.Tensor) -> torch.Tensor:
     device = offsets.device
     starts, strides = _starts_and_strides(geometry, device, stream_id(device))
     return starts + offsets.long() * strides
-
-
-def _address(buffer: torch.Tensor | None) -> int | None:
-    return None if buffer is None else buffer.data_ptr()
 
 
 def _addresses(wire: Wire) -> tuple[int, int]:

@@ -27,7 +27,6 @@ from scalecom_hvd.exchange.devices import uploaded
 from scalecom_hvd.exchange.kernels import Count, Taken, TensorSlot, Wire
 from scalecom_hvd.integers import blocks_of
 from scalecom_hvd.lanes import LANES
-from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING
 
 # The types in which gradients are stored. scalecom_hvd/triton reads int16 as bfloat16.
 _STORED = {
@@ -81,17 +80,10 @@ class TritonKernel:
         for part, _ in self._parts:
             part.choose(extra, chosen)
 
-    def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> Count:
-        return _sum(part.accumulate(beta, choose, chosen) for part, _ in self._parts)
-
-    def take(self, beta: float, share: float, extra: float, wire: Wire) -> Count:
-        return _sum(part.take(beta, share, extra, wire) for part, _ in self._parts)
-
     def take_and_accumulate(
-        self, beta: float, extra: float, wire: Wire, choose: int, chosen: torch.Tensor | None
+        self, beta: float, extra: float, wire: Wire, chosen: torch.Tensor | None = None
     ) -> Count:
-        moves = (beta, extra, wire, choose, chosen)
-        return _sum(part.take_and_accumulate(*moves) for part, _ in self._parts)
+        return _sum(part.take_and_accumulate(beta, extra, wire, chosen) for part, _ in self._parts)
 
     def scatter(
         self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, averages: torch.Tensor
@@ -130,23 +122,17 @@ class _OneDtype:
         self._frozen: Sequence[bool] = ()
         self._scale = 1.0
         self._step: torch.Tensor | None = None
-        # The beta of this step's accumulation, and what its values were taken with.
-        self._accumulated = 0.0
         self._taken: Taken | None = None
 
     def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
         self._grads, self._frozen, self._scale = grads, frozen, scale
-        self._step = self._step_table(grads)
-        self._accumulated, self._taken = 0.0, None
+        self._step, self._taken = self._step_table(grads), None
 
     def release(self) -> None:
-        self._grads, self._step, self._accumulated, self._taken = (), None, 0.0, None
+        self._grads, self._step, self._taken = (), None, None
 
     def choose(self, extra: float, chosen: torch.Tensor) -> None:
-        # Nothing is added to residues. Bad elements of the gradients are counted in a later move.
-        arguments = chosen, self._new_count(), 0.0, self._scale
-        choice = {"CHOOSE": CHOOSE_ACCUMULATOR, "STORES": False}
-        self._launch_pass(tiles.accumulate_tiles, *arguments, **choice)
+        self._launch_pass(tiles.choose_tiles, chosen, self._scale)
         self._measure(extra, chosen)
 
     def _measure(self, extra: float, chosen: torch.Tensor) -> None:
@@ -155,28 +141,15 @@ class _OneDtype:
             arguments = self._tensors, self._step, chosen, self._scale, extra
             self._start(tiles.measure_blocks, self._n_blocks, self._blocks, *arguments)
 
-    def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> torch.Tensor:
-        count = self._new_count()
-        self._launch_pass(tiles.accumulate_tiles, chosen, count, beta, self._scale, CHOOSE=choose)
-        self._accumulated = beta
-        return count
-
-    def take(self, beta: float, share: float, extra: float, wire: Wire) -> torch.Tensor:
-        count = self._new_count()
-        within = 0.0 if share == 1 else beta
-        arguments = *wire, count, beta, self._scale, within, share, extra
-        self._launch(tiles.take_tiles, self._step, *arguments, WITH_GRAD=share != 0, num_warps=2)
-        self._taken = beta, wire
-        return count
-
     def take_and_accumulate(
-        self, beta: float, extra: float, wire: Wire, choose: int, chosen: torch.Tensor | None
+        self, beta: float, extra: float, wire: Wire, chosen: torch.Tensor | None
     ) -> torch.Tensor:
-        count = self._new_count()
+        count = torch.zeros((), dtype=torch.int64, device=self._device)
         arguments = *wire, chosen, count, beta, self._scale, extra
-        self._launch_pass(tiles.take_and_accumulate_tiles, *arguments, CHOOSE=choose)
-        self._taken, self._accumulated = (beta, wire), beta
-        if choose != CHOOSE_NOTHING:
+        chooses = chosen is not None
+        self._launch_pass(tiles.take_and_accumulate_tiles, *arguments, CHOOSES=chooses)
+        self._taken = beta, wire
+        if chosen is not None:
             self._measure(extra, chosen)
         return count
 
@@ -192,15 +165,11 @@ class _OneDtype:
         self._launch(tiles.scatter_tiles, step, offsets, averages, 1 / self._scale, **constants)
 
     def roll_back(self, keep_gradients: bool) -> None:
-        if keep_gradients:
-            self._accumulated = 0.0
         if self._taken is not None:
             beta, wire = self._taken
-            arguments = *wire, beta, self._accumulated, self._scale
+            arguments = *wire, beta, 0.0 if keep_gradients else beta, self._scale
             self._launch_pass(tiles.roll_back_tiles, *arguments)
-        elif self._accumulated:
-            self.accumulate(-self._accumulated, CHOOSE_NOTHING, None)
-        self._taken, self._accumulated = None, 0.0
+        self._taken = None
 
     def _launch_pass(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         self._launch(kernel, self._step, *arguments, **constants, BLOCK=self._block, num_warps=4)
@@ -223,9 +192,6 @@ class _OneDtype:
             address = tensor.data_ptr()
             rows.append((address, frozen, (address | slot.residue.data_ptr()) % 16 == 0))
         return uploaded(np.array(rows, np.int64), self._device)
-
-    def _new_count(self) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.int64, device=self._device)
 
 
 def _tiles(slots: Sequence[TensorSlot]) -> np.ndarray:

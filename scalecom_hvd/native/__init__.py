@@ -37,7 +37,6 @@ OFFSETS_OUTSIDE = (
 
 # The codes of lanes.h.
 DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
-CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE, CHOOSE_AHEAD = 0, 1, 2, 3
 REFUSED = -1  # called OFFSETS_OUTSIDE in lanes.h
 
 # One compressed tensor as lanes.c reads it (`tensor` in lanes.h says what the fields are). An array
@@ -55,12 +54,10 @@ _POINTER, _LONG, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ct
 _TENSORS = [_POINTER, _LONG]
 _VALUES = [_POINTER, _POINTER]  # offsets, values
 _SIGNATURES = {
-    "scalecom_accumulate": [*_TENSORS, _REAL, _REAL, _INT, _POINTER],
     "scalecom_choose": [*_TENSORS, _REAL, _REAL, _POINTER],
-    "scalecom_take": [*_TENSORS, *[_REAL] * 4, *_VALUES],
-    "scalecom_take_and_accumulate": [*_TENSORS, *[_REAL] * 3, *_VALUES, _INT, _POINTER],
+    "scalecom_take_and_accumulate": [*_TENSORS, *[_REAL] * 3, *_VALUES, _POINTER],
     "scalecom_scatter": [*_TENSORS, _REAL, *_VALUES],
-    "scalecom_roll_back": [*_TENSORS, _REAL, _REAL, _INT, *_VALUES],
+    "scalecom_roll_back": [*_TENSORS, _REAL, _REAL, *_VALUES, _INT],
 }
 
 

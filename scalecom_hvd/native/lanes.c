@@ -113,12 +113,8 @@ static int all_fit(const tensor *tensors, int64_t count, const void *offsets) {
     return 1;
 }
 
-/* What taking needs besides the tensor. */
-typedef struct {
-    const void *offsets;
-    const float *scales; /* of one tensor; see `part` in lanes_template.h */
-    void *values;
-} wire;
+/* Where one tensor's values are taken, and where they go. */
+typedef struct { const void *offsets; const float *scales; void *values; } wire;
 
 /* At most 64 lanes side by side: lane l's element in row r is at start + l + r * stride, below
  * end. */
@@ -231,29 +227,16 @@ static inline float scale_of(double total, int64_t count, int levels) {
         }                                                                         \
     }
 
-int64_t scalecom_accumulate(const tensor *tensors, int64_t count, double beta, double scale,
-                            int choose, void *chosen) {
-    EACH(accumulate, beta, scale, choose, chosen)
-    return total;
-}
 int64_t scalecom_choose(const tensor *tensors, int64_t count, double scale, double extra,
                         void *chosen) {
     EACH(choose, scale, extra, chosen)
     return total;
 }
-int64_t scalecom_take(const tensor *tensors, int64_t count, double beta, double scale, double share,
-                      double extra, const void *offsets, void *values) {
-    wire to = {offsets, NULL, values};
-    if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;
-    EACH(take, beta, scale, share, extra, to)
-    return total;
-}
 int64_t scalecom_take_and_accumulate(const tensor *tensors, int64_t count, double beta,
                                      double scale, double extra, const void *offsets, void *values,
-                                     int choose, void *chosen) {
-    wire to = {offsets, NULL, values};
+                                     void *chosen) {
     if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;
-    EACH(take_and_accumulate, beta, scale, extra, to, choose, chosen)
+    EACH(take_and_accumulate, beta, scale, extra, offsets, values, chosen)
     return total;
 }
 int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, const void *offsets,
@@ -266,8 +249,8 @@ int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, con
     return total;
 }
 int64_t scalecom_roll_back(const tensor *tensors, int64_t count, double beta, double scale,
-                           int accumulated, const void *offsets, const void *values) {
-    if (offsets && !all_fit(tensors, count, offsets)) offsets = NULL;
-    EACH(roll_back, beta, scale, accumulated, offsets, values)
+                           const void *offsets, const void *values, int keeps_gradients) {
+    if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;
+    EACH(roll_back, beta, scale, offsets, values, keeps_gradients)
     return total;
 }

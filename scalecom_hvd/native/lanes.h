@@ -6,8 +6,7 @@
 #define LANES 64 /* lanes.LANES: columns of one tile */
 #define BLOCK 512 /* integers.BLOCK: values that share a scale; whole tiles */
 
-/* What a pass chooses on, and gradients' dtypes. Kept in step with native/__init__.py. */
-enum { CHOOSE_NOTHING = 0, CHOOSE_ACCUMULATOR = 1, CHOOSE_RESIDUE = 2, CHOOSE_AHEAD = 3 };
+/* Gradients' dtypes. Kept in step with native/__init__.py. */
 enum { FLOAT32 = 0, FLOAT64 = 1, FLOAT16 = 2, BFLOAT16 = 3 };
 
 /* What a move gives that was handed offsets outside of their lanes, and so did nothing.
@@ -29,36 +28,25 @@ typedef struct {
     int32_t levels;       /* values travel as integers from -levels to levels; 0: as numbers */
 } tensor;
 
-/* m <- m + beta * g; where asked, `chosen` <- the row of each lane's largest |m_old + g|,
- * |m_new|, or |m_new + g|. Returns the number of bad gradient elements: NaN, or larger than
- * config.largest_gradient. Those count as zero. */
-int64_t scalecom_accumulate(const tensor *tensors, int64_t count, double beta, double scale,
-                            int choose, void *chosen);
 /* `chosen` <- the row of each lane's largest |m + g|, and the scales of the values there (levels),
  * as take_and_accumulate would send them. Residues stay. */
 int64_t scalecom_choose(const tensor *tensors, int64_t count, double scale, double extra,
                         void *chosen);
-/* values <- m[I] + share * g[I]; m[I] <- m[I] - beta * values.
- * Where m before g came and g do not point apart, `extra` times that m is sent besides. share: of
- * g, what is not in m yet: 1, or 1 - beta after scalecom_accumulate.
- * Returns how many values were not finite: those are sent as zero. Or OFFSETS_OUTSIDE, as all that
- * follow may. */
-int64_t scalecom_take(const tensor *tensors, int64_t count, double beta, double scale, double share,
-                      double extra, const void *offsets, void *values);
-/* Look-ahead's order, and that of few bits: take (share 1), then accumulate, in one pass over
- * memory. With levels, values (int8) <- the integers nearest to the values over their scale, which
- * are in the buffer of offsets.
- * Returns the sum of what both return. */
+/* values <- m[I] + g[I], and `extra` times m[I] where m and g do not point apart;
+ * m[I] <- m[I] - beta * values; then m <- m + beta * g. All in one pass over memory.
+ * With levels, values (int8) <- the integers nearest to the values over their scale, which are in
+ * the buffer of offsets. If `chosen` is given: then as scalecom_choose.
+ * Returns how many elements of g are bad (NaN, or larger than config.largest_gradient), and how
+ * many values are not finite. Both count as zero. Or OFFSETS_OUTSIDE, as all that follow may. */
 int64_t scalecom_take_and_accumulate(const tensor *tensors, int64_t count, double beta,
                                      double scale, double extra, const void *offsets, void *values,
-                                     int choose, void *chosen);
+                                     void *chosen);
 /* grad <- scale * averages at I, zero elsewhere. */
 int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, const void *offsets,
                          const void *averages);
-/* Roll a step back: m[I] <- m[I] + beta * values, then, if it was accumulated, m <- m - beta * g.
- * Gives what was there before, to rounding. Without offsets, or with such that `take` refuses, the
- * first part is left out: it was not done. */
+/* Roll a step back: m[I] <- m[I] + beta * values, then m <- m - beta * g, unless it keeps gradients.
+ * Gives what was there before, to rounding. */
 int64_t scalecom_roll_back(const tensor *tensors, int64_t count, double beta, double scale,
-                           int accumulated, const void *offsets, const void *values);
+                           const void *offsets, const void *values, int keeps_gradients);
 
 #endif

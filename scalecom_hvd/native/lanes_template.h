@@ -29,12 +29,10 @@ INLINE void NAME(rows_of)(INTEGER *restrict rows, tile at, const void *offsets, 
         for (int l = 0; l < at.n; l++) rows[l] = (INTEGER)load_offset(offsets, 4, at.lane + l);
 }
 
-/* What a place sends: m + share * g, and `extra` times what waited there before g came, unless the
- * two point apart. within: how many times g is in m already. */
-static inline REAL NAME(sendable)(REAL m, REAL g, REAL within, REAL share, REAL extra) {
-    REAL waited = m - within * g;
-    REAL more = waited * g >= 0 ? extra * waited : 0;
-    return m + share * g + more;
+/* What a place sends: m + g, and `extra` times m besides, unless m and g point apart. */
+static inline REAL NAME(sendable)(REAL m, REAL g, REAL extra) {
+    REAL more = m * g >= 0 ? extra * m : 0;
+    return m + g + more;
 }
 
 /* The row of each lane of a tile that is sent, and m and g there, as they pass by. */
@@ -51,28 +49,21 @@ INLINE void NAME(store_rows)(const tensor *t, tile at, void *chosen, const INTEG
     for (int l = 0; l < at.n; l++) store_offset(chosen, t->offset_width, at.lane + l, winner[l]);
 }
 
-/* One row of a tile: `n` lanes side by side. With picks, what is sent is noted, and takes no part
- * in the choice: see `take_picks`. */
+/* One row of a tile: `n` lanes side by side. What is sent is noted, and takes no part in the choice:
+ * see `take_picks`. */
 INLINE void NAME(row)(const GRAD_TYPE *restrict grad, REAL *restrict residue, int n, REAL beta,
-                      REAL scale, NAME(picks) *restrict picks, int choose, INTEGER row,
+                      REAL scale, NAME(picks) *restrict picks, int chooses, INTEGER row,
                       INTEGER *restrict best, INTEGER *restrict winner, INTEGER *restrict bad) {
     for (int l = 0; l < n; l++) {
         REAL m = residue[l];
         REAL g = NAME(usable)(grad[l], scale, &bad[l]);
-        INTEGER here = 0;
-        if (picks) {
-            here = -(picks->row[l] == row);
-            picks->m[l] = here ? m : picks->m[l];
-            picks->g[l] = here ? g : picks->g[l];
-        }
+        INTEGER here = -(picks->row[l] == row);
+        picks->m[l] = here ? m : picks->m[l];
+        picks->g[l] = here ? g : picks->g[l];
         REAL updated = m + beta * g;
         residue[l] = updated;
-        if (choose != CHOOSE_NOTHING) {
-            REAL key = choose == CHOOSE_ACCUMULATOR ? m + g
-                       : choose == CHOOSE_AHEAD     ? updated + g
-                                                    : updated;
-            NAME(keep_larger)((BITS(key) & MAGNITUDE) | here, row, &best[l], &winner[l]);
-        }
+        if (chooses)
+            NAME(keep_larger)((BITS(updated + g) & MAGNITUDE) | here, row, &best[l], &winner[l]);
     }
 }
 
@@ -90,7 +81,7 @@ INLINE void NAME(values_at)(REAL *restrict value, const tensor *t, tile at,
     }
     for (int l = 0; l < at.n; l++) {
         INTEGER ignored = 0;
-        value[l] = NAME(sendable)(m[l], NAME(usable)(g[l], scale, &ignored), 0, 1, extra);
+        value[l] = NAME(sendable)(m[l], NAME(usable)(g[l], scale, &ignored), extra);
     }
 }
 
@@ -159,7 +150,7 @@ CLONES static int64_t NAME(choose)(const tensor *t, REAL scale, REAL extra, void
 
 /* A tile over all its rows; in the same pass, each lane's winner and how large it is. */
 INLINE int64_t NAME(accumulate_tile)(const tensor *t, tile at, REAL beta, REAL scale,
-                                     NAME(picks) *picks, int choose, INTEGER *best,
+                                     NAME(picks) *picks, int chooses, INTEGER *best,
                                      INTEGER *winner) {
     const GRAD_TYPE *grad = t->grad;
     REAL *residue = t->residue;
@@ -168,109 +159,32 @@ INLINE int64_t NAME(accumulate_tile)(const tensor *t, tile at, REAL beta, REAL s
     int64_t i = at.start, total = 0;
     if (at.n == LANES)
         for (; i + LANES <= at.end; i += at.stride, row++)
-            NAME(row)(grad + i, residue + i, LANES, beta, scale, picks, choose, row, best, winner,
+            NAME(row)(grad + i, residue + i, LANES, beta, scale, picks, chooses, row, best, winner,
                       bad);
     for (; i < at.end; i += at.stride, row++)
         NAME(row)(grad + i, residue + i, i + at.n <= at.end ? at.n : (int)(at.end - i), beta, scale,
-                  picks, choose, row, best, winner, bad);
+                  picks, chooses, row, best, winner, bad);
     for (int l = 0; l < at.n; l++) total += bad[l];
     return total;
 }
 
-INLINE int64_t NAME(accumulate_tiles)(const tensor *t, REAL beta, REAL scale, int choose,
-                                      void *chosen) {
-    int64_t bad = 0;
-    for (int64_t lane = 0; lane < t->k;) {
-        tile at = tile_at(t, lane);
-        INTEGER best[LANES], winner[LANES];
-        bad += NAME(accumulate_tile)(t, at, beta, scale, 0, choose, best, winner);
-        if (choose != CHOOSE_NOTHING) NAME(store_rows)(t, at, chosen, winner);
-        lane += at.n;
-    }
-    return bad;
-}
-
-CLONES static int64_t NAME(accumulate)(const tensor *t, REAL beta, REAL scale, int choose,
-                                       void *chosen) {
-    if (t->frozen) beta = 0;
-    if (choose != CHOOSE_NOTHING) chosen = (char *)chosen + t->offsets_at;
-    if (choose == CHOOSE_ACCUMULATOR)
-        return NAME(accumulate_tiles)(t, beta, scale, CHOOSE_ACCUMULATOR, chosen);
-    if (choose == CHOOSE_RESIDUE)
-        return NAME(accumulate_tiles)(t, beta, scale, CHOOSE_RESIDUE, chosen);
-    if (choose == CHOOSE_AHEAD)
-        return NAME(accumulate_tiles)(t, beta, scale, CHOOSE_AHEAD, chosen);
-    const GRAD_TYPE *grad = t->grad;
-    REAL *residue = t->residue;
-    INTEGER bad[LANES] = {0};
-    int64_t i = 0, total = 0;
-    for (; i + LANES <= t->numel; i += LANES)
-        NAME(row)(grad + i, residue + i, LANES, beta, scale, 0, CHOOSE_NOTHING, 0, 0, 0, bad);
-    NAME(row)(grad + i, residue + i, (int)(t->numel - i), beta, scale, 0, CHOOSE_NOTHING, 0, 0, 0,
-              bad);
-    for (int l = 0; l < LANES; l++) total += bad[l];
-    return total;
-}
-
-/* A value as it travels: finite, or zero and *bad is raised. Gives what was sent. */
-static inline REAL NAME(send)(REAL value, wire to, int64_t lane, int64_t *bad) {
-    if ((BITS(value) & EXPONENT) == EXPONENT) { value = 0; ++*bad; }
-    return ((REAL *)to.values)[lane] = value;
-}
-
-/* `to` with its pointers at this tensor's part of the buffers; a frozen tensor's values are
- * zeroed. */
-static inline wire NAME(part)(const tensor *t, wire to) {
-    int64_t size = t->levels ? 1 : sizeof(REAL);
-    to.scales = (const float *)((const char *)to.offsets + t->scales_at);
-    to.offsets = (const char *)to.offsets + t->offsets_at;
-    to.values = (char *)to.values + t->values_at * size;
-    if (t->frozen) memset(to.values, 0, t->k * size);
-    return to;
-}
-
-/* share: of g, what is not in m yet: all of it, or 1 - beta. */
-static int64_t NAME(take)(const tensor *t, REAL beta, REAL scale, REAL share, REAL extra, wire to) {
-    const GRAD_TYPE *grad = t->grad;
-    REAL *residue = t->residue;
-    to = NAME(part)(t, to);
-    if (t->frozen) return 0;
-    REAL within = share == 1 ? 0 : beta;
-    int64_t bad = 0;
-    for (int64_t lane = 0; lane < t->k;) {
-        tile at = tile_at(t, lane);
-        int64_t index[LANES];
-        /* Each is a cache line of its own: fetched together they take two thirds of the time. */
-        for (int l = 0; l < at.n; l++) {
-            index[l] = index_of(t, at, to.offsets, l);
-            __builtin_prefetch(residue + index[l], 1);
-            __builtin_prefetch(grad + index[l], 0);
-        }
-        for (int l = 0; l < at.n; l++) {
-            int64_t i = index[l];
-            INTEGER ignored = 0;
-            REAL value = residue[i];
-            if (share != 0) {
-                REAL g = NAME(usable)(grad[i], scale, &ignored);
-                value = NAME(sendable)(value, g, within, share, extra);
-            }
-            residue[i] -= beta * NAME(send)(value, to, lane + l, &bad);
-        }
-        lane += at.n;
-    }
-    return bad;
-}
-
-/* A tile's values as integers times the scale of their block: gives these products in the values'
- * place, and how many values are not finite. */
-INLINE int64_t NAME(send_integers)(REAL *restrict value, const tensor *t, tile at, wire to) {
-    REAL scale = to.scales[at.lane / BLOCK], most = 2 * t->levels;
-    REAL per_scale = scale ? 2 / scale : 0;
+/* A tile's values as they travel: finite or zero, and, with levels, integers times the scale of
+ * their block. Gives what is sent in the values' place, and how many were not finite. */
+INLINE int64_t NAME(send)(REAL *restrict value, const tensor *t, tile at, wire to) {
     INTEGER finites = 0;
     for (int l = 0; l < at.n; l++) {
         INTEGER finite = (BITS(value[l]) & EXPONENT) != EXPONENT;
         finites += finite;
-        REAL size = NAME(real)(BITS(value[l]) & MAGNITUDE & -finite) * per_scale;
+        value[l] = NAME(real)(BITS(value[l]) & -finite);
+    }
+    if (!t->levels) {
+        memcpy((REAL *)to.values + at.lane, value, at.n * sizeof(REAL));
+        return at.n - finites;
+    }
+    REAL scale = to.scales[at.lane / BLOCK], most = 2 * t->levels;
+    REAL per_scale = scale ? 2 / scale : 0;
+    for (int l = 0; l < at.n; l++) {
+        REAL size = NAME(real)(BITS(value[l]) & MAGNITUDE) * per_scale;
         size = size < most ? size : most;
         /* The nearest: half of what was rounded up to halves. */
         int32_t q = ((int32_t)size + 1) >> 1;
@@ -284,30 +198,27 @@ INLINE int64_t NAME(send_integers)(REAL *restrict value, const tensor *t, tile a
 /* A tile's rows have passed: m <- m - beta * v + beta * g where v is sent, which may be the winner
  * yet. Gives how many values are not finite. */
 INLINE int64_t NAME(take_picks)(const NAME(picks) *picks, const tensor *t, tile at, REAL beta,
-                                REAL extra, wire to, int choose, INTEGER *best, INTEGER *winner) {
+                                REAL extra, wire to, int chooses, INTEGER *best, INTEGER *winner) {
     REAL *residue = (REAL *)t->residue + at.start, value[LANES];
-    int64_t bad = 0;
     for (int l = 0; l < at.n; l++)
-        value[l] = NAME(sendable)(picks->m[l], picks->g[l], 0, 1, extra);
-    if (t->levels) bad = NAME(send_integers)(value, t, at, to);
-    else
-        for (int l = 0; l < at.n; l++) value[l] = NAME(send)(value[l], to, at.lane + l, &bad);
+        value[l] = NAME(sendable)(picks->m[l], picks->g[l], extra);
+    if (t->frozen) memset(value, 0, sizeof value);
+    int64_t bad = NAME(send)(value, t, at, to);
     for (int l = 0; l < at.n; l++) value[l] = picks->m[l] - beta * value[l] + beta * picks->g[l];
     for (int l = 0; l < at.n; l++) residue[l + picks->row[l] * at.stride] = value[l];
-    if (choose != CHOOSE_NOTHING)
-        for (int l = 0; l < at.n; l++) {
-            INTEGER size = BITS(value[l] + picks->g[l]) & MAGNITUDE;
-            /* Of equals the first. */
-            int wins = size > best[l] || (size == best[l] && picks->row[l] < winner[l]);
-            winner[l] = wins ? picks->row[l] : winner[l];
-        }
+    for (int l = 0; chooses && l < at.n; l++) {
+        INTEGER size = BITS(value[l] + picks->g[l]) & MAGNITUDE;
+        /* Of equals the first. */
+        int wins = size > best[l] || (size == best[l] && picks->row[l] < winner[l]);
+        winner[l] = wins ? picks->row[l] : winner[l];
+    }
     return bad;
 }
 
 INLINE int64_t NAME(take_and_accumulate_tiles)(const tensor *t, REAL beta, REAL scale, REAL extra,
-                                               wire to, int choose, void *chosen) {
+                                               wire to, int chooses, void *chosen) {
     NAME(scaler) measures = {0, 0, 0};
-    if (choose) {
+    if (chooses) {
         measures = NAME(scaler_at)(t, chosen);
         chosen = (char *)chosen + t->offsets_at;
     }
@@ -317,26 +228,25 @@ INLINE int64_t NAME(take_and_accumulate_tiles)(const tensor *t, REAL beta, REAL 
         INTEGER best[LANES], winner[LANES];
         NAME(picks) picks = {{0}, {0}, {0}};
         NAME(rows_of)(picks.row, at, to.offsets, t->offset_width);
-        bad += NAME(accumulate_tile)(t, at, beta, scale, &picks, choose, best, winner);
-        bad += NAME(take_picks)(&picks, t, at, beta, extra, to, choose, best, winner);
-        if (choose) NAME(store_rows)(t, at, chosen, winner);
-        if (choose && t->levels) NAME(measure)(&measures, t, at, winner, scale, extra);
+        bad += NAME(accumulate_tile)(t, at, beta, scale, &picks, chooses, best, winner);
+        bad += NAME(take_picks)(&picks, t, at, beta, extra, to, chooses, best, winner);
+        if (chooses) NAME(store_rows)(t, at, chosen, winner);
+        if (chooses && t->levels) NAME(measure)(&measures, t, at, winner, scale, extra);
         lane += at.n;
     }
     return bad;
 }
 
 CLONES static int64_t NAME(take_and_accumulate)(const tensor *t, REAL beta, REAL scale, REAL extra,
-                                                wire to, int choose, void *chosen) {
-    to = NAME(part)(t, to);
-    if (t->frozen) {
-        if (!t->levels) return NAME(accumulate)(t, 0, scale, choose, chosen);
-        if (choose) NAME(choose)(t, scale, extra, chosen);
-        return NAME(accumulate)(t, 0, scale, CHOOSE_NOTHING, 0);
-    }
-    if (choose == CHOOSE_NOTHING)
-        return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, CHOOSE_NOTHING, 0);
-    return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, CHOOSE_AHEAD, chosen);
+                                                const void *offsets, void *values, void *chosen) {
+    wire to = {
+        .offsets = (const char *)offsets + t->offsets_at,
+        .scales = (const float *)((const char *)offsets + t->scales_at),
+        .values = (char *)values + t->values_at * (t->levels ? 1 : sizeof(REAL)),
+    };
+    if (t->frozen) beta = 0;
+    if (!chosen) return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, 0, 0);
+    return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, 1, chosen);
 }
 
 /* Writes a tile's full rows past the caches: nobody reads them soon, and lines need not be read
@@ -392,14 +302,14 @@ CLONES static int64_t NAME(scatter)(const tensor *t, REAL scale, const void *off
     return 0;
 }
 
-CLONES static int64_t NAME(roll_back)(const tensor *t, REAL beta, REAL scale, int accumulated,
-                                      const void *offsets, const void *values) {
+CLONES static int64_t NAME(roll_back)(const tensor *t, REAL beta, REAL scale, const void *offsets,
+                                      const void *values, int keeps_gradients) {
     const GRAD_TYPE *grad = t->grad;
     REAL *residue = t->residue;
     if (t->frozen) return 0;
-    const float *scales = offsets ? (const float *)((const char *)offsets + t->scales_at) : NULL;
-    if (offsets) offsets = (const char *)offsets + t->offsets_at;
-    for (int64_t lane = 0; offsets && lane < t->k;) {
+    const float *scales = (const float *)((const char *)offsets + t->scales_at);
+    offsets = (const char *)offsets + t->offsets_at;
+    for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
         for (int l = 0; l < at.n; l++)
             residue[index_of(t, at, offsets, l)] +=
@@ -408,7 +318,7 @@ CLONES static int64_t NAME(roll_back)(const tensor *t, REAL beta, REAL scale, in
                                   : ((const REAL *)values)[t->values_at + lane + l]);
         lane += at.n;
     }
-    for (int64_t i = 0; accumulated && i < t->numel; i++) {
+    for (int64_t i = 0; !keeps_gradients && i < t->numel; i++) {
         INTEGER ignored = 0;
         residue[i] -= beta * NAME(usable)(grad[i], scale, &ignored);
     }

@@ -199,8 +199,11 @@ static void choose(void *kernel, TF_OpKernelContext *context) {
     end(&now);
 }
 
-/* The pass over residues; `takes`: with values taken in it, of look-ahead or integers. */
-static void accumulate_with(int takes, const bucket *of, TF_OpKernelContext *context) {
+/* grads, residues, settings, chooses, offsets
+ * -> updated residues, values, the next step's offsets (none unless it chooses), how many elements
+ *    are bad */
+static void take_and_accumulate(void *kernel, TF_OpKernelContext *context) {
+    const bucket *of = kernel;
     int n = of->count;
     call now = begin(context, 4 * n + 8);
     const void **old = malloc(sizeof(void *) * (n + 1));
@@ -211,73 +214,23 @@ static void accumulate_with(int takes, const bucket *of, TF_OpKernelContext *con
     }
     settings(&now, 2 * n);
     uint8_t *chooses = data(input(&now, 2 * n + 1, 1, "chooses must be one bool"));
-    void *offsets = takes ? data(input(&now, 2 * n + 2, of->offsets_bytes, OFFSETS_SIZE)) : NULL;
-    void *values = takes ? output(&now, n, of->n_values) : NULL;
-    void *chosen = output(&now, n + takes, chooses && *chooses ? of->offsets_bytes : 0);
-    int choose = CHOOSE_NOTHING;
-    if (chooses && *chooses) choose = takes ? CHOOSE_AHEAD : CHOOSE_ACCUMULATOR;
+    void *offsets = data(input(&now, 2 * n + 2, of->offsets_bytes, OFFSETS_SIZE));
+    void *values = output(&now, n, of->n_values);
+    void *chosen = output(&now, n + 1, chooses && *chooses ? of->offsets_bytes : 0);
+    if (chooses && !*chooses) chosen = NULL;
     int64_t bad = 0;
     for (int i = 0; i < n && !failed(&now); i++)
         for (int64_t lane = 0; lane < tensors[i].k && !failed(&now);) {
             tensor piece = piece_at(&tensors[i], lane);
             int64_t start = (char *)piece.residue - (char *)tensors[i].residue;
             memcpy(piece.residue, (const char *)old[i] + start, piece.numel * residue_size(&piece));
-            if (takes) {
-                int64_t result =
-                    scalecom_take_and_accumulate(&piece, 1, now.beta, now.scale, now.extra, offsets,
-                                                 values, choose, chosen);
-                bad += checked(&now, result);
-            } else {
-                bad += scalecom_accumulate(&piece, 1, now.beta, now.scale, choose, chosen);
-            }
+            bad += checked(&now, scalecom_take_and_accumulate(&piece, 1, now.beta, now.scale,
+                                                              now.extra, offsets, values, chosen));
             lane += piece.k;
         }
-    scalar(&now, n + 1 + takes, bad);
+    scalar(&now, n + 2, bad);
     free(tensors);
     free(old);
-    end(&now);
-}
-
-/* grads, residues, settings, chooses
- * -> updated residues, offsets (none unless it chooses), how many elements are bad */
-static void accumulate(void *of, TF_OpKernelContext *context) { accumulate_with(0, of, context); }
-
-/* grads, residues, settings, chooses, offsets
- * -> updated residues, values, the next step's offsets (none unless it chooses), how many elements
- *    are bad */
-static void take_and_accumulate(void *of, TF_OpKernelContext *context) {
-    accumulate_with(1, of, context);
-}
-
-/* updated residues, grads, settings, offsets
- * -> the residues without what is sent, values, how many of them are not finite */
-static void take(void *kernel, TF_OpKernelContext *context) {
-    const bucket *of = kernel;
-    int n = of->count;
-    call now = begin(context, 4 * n + 8);
-    tensor *tensors = malloc(sizeof(tensor) * (n + 1));
-    for (int i = 0; i < n; i++) {
-        int took = 0;
-        tensors[i] = of->tensors[i];
-        tensors[i].residue = output_in(&now, i, i, tensors[i].numel, &took);
-        TF_Tensor *grad = input(&now, n + i, tensors[i].numel, GRAD_SIZE);
-        if (grad) tensors[i].grad = data(grad), tensors[i].dtype = kind_of(grad);
-        if (!took && !failed(&now)) {
-            TF_Tensor *before = input(&now, i, tensors[i].numel, RESIDUE_SIZE);
-            if (before) memcpy(tensors[i].residue, data(before), TF_TensorByteSize(before));
-        }
-    }
-    settings(&now, 2 * n);
-    void *offsets = data(input(&now, 2 * n + 1, of->offsets_bytes, OFFSETS_SIZE));
-    void *values = output(&now, n, of->n_values);
-    int64_t bad = 0;
-    if (!failed(&now)) {
-        bad = scalecom_take(tensors, n, now.beta, now.scale, 1 - now.beta, now.extra, offsets,
-                            values);
-        checked(&now, bad);
-    }
-    scalar(&now, n + 1, bad);
-    free(tensors);
     end(&now);
 }
 
@@ -313,25 +266,17 @@ typedef struct {
     void (*compute)(void *, TF_OpKernelContext *);
     const char *wire; /* what values travel as */
 } operation;
-#define NUMBERS "W: {float, double}"
-#define NUMBERS_OR_INTEGERS "W: {float, double, int8}"
 static const operation OPERATIONS[] = {
     {"ScalecomChoose",
      {"grads: N * T", "residues: N * R", "settings: double", "chooses: bool"},
      {"chosen: uint8"}, choose, NULL},
-    {"ScalecomAccumulate",
-     {"grads: N * T", "residues: N * R", "settings: double", "chooses: bool"},
-     {"updated: N * R", "offsets: uint8", "bad: int64"}, accumulate, NULL},
-    {"ScalecomTake",
-     {"residues: N * R", "grads: N * T", "settings: double", "offsets: uint8"},
-     {"updated: N * R", "values: W", "bad: int64"}, take, NUMBERS},
     {"ScalecomTakeAndAccumulate",
      {"grads: N * T", "residues: N * R", "settings: double", "chooses: bool", "offsets: uint8"},
      {"updated: N * R", "values: W", "chosen: uint8", "bad: int64"}, take_and_accumulate,
-     NUMBERS_OR_INTEGERS},
+     "W: {float, double, int8}"},
     {"ScalecomScatter",
      {"grads: N * T", "settings: double", "offsets: uint8", "values: W"},
-     {"averages: N * T"}, scatter, NUMBERS},
+     {"averages: N * T"}, scatter, "W: {float, double}"},
 };
 
 /* TensorFlow asks a library that it loads for nothing: what it offers is announced when it is

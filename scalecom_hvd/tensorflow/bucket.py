@@ -181,27 +181,17 @@ class Bucket:
         bad = tf.constant(0, tf.int64)
         if self.compressed:
             residues = [tensor.residue.read_value() for tensor in self.compressed]
+            chooses = tf.constant(False)
             if self._config.lookahead:
-                choice = self._held_choice()
-                updated, values, offered, bad = self._kernel.take_and_accumulate(
-                    own, residues, units, self._chooses(now, 1), choice, self.wire_dtype
-                )
-                chosen = self._split_choice(self._from_leader(offered))
-            elif self._levels:
+                choice, chooses = self._held_choice(), self._chooses(now, 1)
+            else:
                 offered = self._kernel.choose(own, residues, units, self._chooses(now, 0))
                 choice = self._from_leader(offered)
-                updated, values, _, bad = self._kernel.take_and_accumulate(
-                    own, residues, units, tf.constant(False), choice, self.wire_dtype
-                )
-            else:
-                updated, offered, bad_grads = self._kernel.accumulate(
-                    own, residues, units, self._chooses(now, 0)
-                )
-                choice = self._from_leader(offered)
-                updated, values, bad_values = self._kernel.take(
-                    updated, own, units, choice, self.wire_dtype
-                )
-                bad = bad_grads + bad_values
+            updated, values, offered, bad = self._kernel.take_and_accumulate(
+                own, residues, units, chooses, choice
+            )
+            if self._config.lookahead:
+                chosen = self._split_choice(self._from_leader(offered))
             parts.append(tf.ensure_shape(values, [self.layout.n_values]))
         if self.dense:
             dense = tf.concat([tf.cast(grads[name], self.wire_dtype) for name in self.dense], 0)

@@ -2,10 +2,8 @@
 
 One step, per bucket:
 
-    cyclic      all gradients are here -> accumulate, in which the leader chooses -> offsets
-                -> take -> all-reduce -> scatter
-    integers    (of few bits) all gradients are here -> the leader chooses -> offsets and scales
-                -> take and accumulate -> all-reduce of packed words -> scatter
+    cyclic      all gradients are here -> the leader chooses -> offsets and scales
+                -> take and accumulate -> all-reduce -> scatter
     look-ahead  all gradients are here -> take at the offsets that came during the last step, and
                 accumulate, in which the next leader chooses
                 -> all-reduce -> scatter, and at the same time the next offsets

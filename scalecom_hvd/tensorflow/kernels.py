@@ -57,12 +57,8 @@ class Kernel(Protocol):
         chooses: whether this rank chooses; a bool scalar.
         offsets, chosen: bytes, laid out by bucket_layout.Layout. They include the scales of
             integers. Empty, (0,), if a rank does not choose.
-        wire: the dtype of values; int8 for integers.
-        values: (k,), those of all tensors together, of dtype `wire`.
+        values: (k,), those of all tensors together, in the residues' dtype, or int8 for integers.
         bad: how many elements or values are bad; an int64 scalar.
-
-    If values travel as integers (`levels`, see integers.py), use `choose` and then
-    `take_and_accumulate`.
     """
 
     def __init__(self, geometries: Mapping[str, Lanes], levels: int = 0) -> None: ...
@@ -72,28 +68,6 @@ class Kernel(Protocol):
     ) -> tf.Tensor:
         """The offsets of the winners of |m + g|, and the scales of what they would send."""
 
-    def accumulate(
-        self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor
-    ) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
-        """m + beta*g and, if this rank chooses, the offsets of the winners of |m + g|.
-
-        Returns:
-            updated, chosen, bad.
-        """
-
-    def take(
-        self, updated: Tensors, grads: Tensors, units: Units, offsets: tf.Tensor, wire: tf.DType
-    ) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
-        """v = m[I] + (1 - beta)*g[I], and the residues with m[I] - beta*v.
-
-        Returns:
-            updated, values, bad.
-
-        Raises:
-            InvalidArgumentError: when the graph runs, if the offsets are not those of exactly one
-                leader.
-        """
-
     def take_and_accumulate(
         self,
         grads: Tensors,
@@ -101,15 +75,17 @@ class Kernel(Protocol):
         units: Units,
         chooses: tf.Tensor,
         offsets: tf.Tensor,
-        wire: tf.DType,
     ) -> tuple[Tensors, tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Takes v = m[I] + g[I], then accumulates; the next winners are those of |m + g|.
+        """(1) v = m[I] + g[I], and m[I] - beta*v; then (2) m + beta*g.
+
+        If this rank chooses, it then does what `choose` does.
 
         Returns:
             updated, values, chosen, bad.
 
         Raises:
-            InvalidArgumentError: as in `take`.
+            InvalidArgumentError: when the graph runs, if the offsets are not those of exactly one
+                leader.
         """
 
     def scatter(
@@ -138,22 +114,6 @@ class GraphKernel:
         usable = [_usable(g, m.dtype, units.scale) for g, m in zip(grads, residues, strict=True)]
         return self._chosen(chooses, residues, [g for g, _ in usable], units.extra)
 
-    def accumulate(
-        self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor
-    ) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
-        usable = [_usable(g, m.dtype, units.scale) for g, m in zip(grads, residues, strict=True)]
-        updated = [
-            m + _as_number(units.beta, m.dtype) * g
-            for m, (g, _) in zip(residues, usable, strict=True)
-        ]
-        offsets = self._chosen(chooses, residues, [g for g, _ in usable], units.extra)
-        return updated, offsets, tf.add_n([bad for _, bad in usable])
-
-    def take(
-        self, updated: Tensors, grads: Tensors, units: Units, offsets: tf.Tensor, wire: tf.DType
-    ) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
-        return self._take(updated, grads, units, offsets, wire, 1 - units.beta)
-
     def take_and_accumulate(
         self,
         grads: Tensors,
@@ -161,16 +121,27 @@ class GraphKernel:
         units: Units,
         chooses: tf.Tensor,
         offsets: tf.Tensor,
-        wire: tf.DType,
     ) -> tuple[Tensors, tf.Tensor, tf.Tensor, tf.Tensor]:
-        taken, values, bad_values = self._take(residues, grads, units, offsets, wire, 1.0)
-        usable = [_usable(g, m.dtype, units.scale) for g, m in zip(grads, taken, strict=True)]
-        updated = [
-            m + _as_number(units.beta, m.dtype) * g for m, (g, _) in zip(taken, usable, strict=True)
-        ]
-        bad = bad_values + tf.add_n([bad for _, bad in usable])
-        chosen = self._chosen(chooses, updated, [g for g, _ in usable], units.extra)
-        return updated, values, chosen, bad
+        updated, values, gradients, bad = [], [], [], []
+        for grad, m, index, at in zip(
+            grads, residues, self._indices(offsets), self._scales_at, strict=True
+        ):
+            g, n_bad = _usable(grad, m.dtype, units.scale)
+            value = _sendable(tf.gather(m, index), tf.gather(g, index), units.extra)
+            finite = tf.math.is_finite(value)
+            value = sent = tf.where(finite, value, tf.zeros_like(value))
+            if self._levels:
+                scales = scale_of_each(offsets[at], value, m.dtype)
+                value = _integers(value, scales, self._levels)
+                sent = times_scales(value, scales)
+            beta = _as_number(units.beta, m.dtype)
+            m = tf.tensor_scatter_nd_sub(m, index[:, None], beta * sent)
+            updated.append(m + beta * g)
+            values.append(value)
+            gradients.append(g)
+            bad += [n_bad, _count_true(~finite)]
+        chosen = self._chosen(chooses, updated, gradients, units.extra)
+        return updated, tf.concat(values, 0), chosen, tf.add_n(bad)
 
     def scatter(
         self, grads: Tensors, units: Units, offsets: tf.Tensor, values: tf.Tensor
@@ -188,40 +159,6 @@ class GraphKernel:
             outputs.append(tf.scatter_nd(index[:, None], value, [geometry.numel]))
         return outputs
 
-    def _take(
-        self,
-        residues: Tensors,
-        grads: Tensors,
-        units: Units,
-        offsets: tf.Tensor,
-        wire: tf.DType,
-        share: float,
-    ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
-        """v = m[I] + share*g[I], including extra, and the residues with m[I] - beta*v."""
-        taken, values, bad = [], [], []
-        for m, g, index, at in zip(
-            residues, grads, self._indices(offsets), self._scales_at, strict=True
-        ):
-            value = tf.gather(m, index)
-            if share != 0:
-                usable, _ = _usable(tf.gather(g, index), m.dtype, units.scale)
-                waited = value
-                if share != 1:
-                    waited = waited - _as_number(units.beta, m.dtype) * usable
-                value = _sendable(value, usable, waited, share, units.extra)
-            finite = tf.math.is_finite(value)
-            value = tf.where(finite, value, tf.zeros_like(value))
-            sent = value
-            if self._levels:
-                scales = scale_of_each(offsets[at], value, m.dtype)
-                value = _integers(value, scales, self._levels)
-                sent = times_scales(value, scales)
-            sent = _as_number(units.beta, m.dtype) * sent
-            taken.append(tf.tensor_scatter_nd_sub(m, index[:, None], sent))
-            values.append(value)
-            bad.append(_count_true(~finite))
-        return taken, tf.concat(values, 0), tf.add_n(bad)
-
     def _chosen(
         self, chooses: tf.Tensor, residues: Tensors, gradients: Tensors, extra: float
     ) -> tf.Tensor:
@@ -238,8 +175,7 @@ class GraphKernel:
                     residues, gradients, self._geometries, winners, strict=True
                 ):
                     index = _indices(geometry, offsets)
-                    waits = tf.gather(m, index)
-                    sendable = _sendable(waits, tf.gather(g, index), waits, 1.0, extra)
+                    sendable = _sendable(tf.gather(m, index), tf.gather(g, index), extra)
                     scales.append(as_bytes(_scales(sendable, geometry.k, self._levels)))
             return tf.concat([*scales, *(winners[i] for i in self._order)], 0)
 
@@ -267,7 +203,7 @@ class NativeKernel:
                 'the C kernel supports only selection="lanes": use GraphKernel for exact selection'
             )
         layout = Layout(geometries, has_scales=levels > 0)
-        self._operations = operations()
+        self._operations, self._levels = operations(), levels
         self._lanes = [
             number
             for name, g in geometries.items()
@@ -290,20 +226,6 @@ class NativeKernel:
             grads, residues, self._settings(units), chooses, lanes=self._lanes
         )
 
-    def accumulate(
-        self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor
-    ) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
-        return self._operations.scalecom_accumulate(
-            grads, residues, self._settings(units), chooses, lanes=self._lanes
-        )
-
-    def take(
-        self, updated: Tensors, grads: Tensors, units: Units, offsets: tf.Tensor, wire: tf.DType
-    ) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
-        return self._operations.scalecom_take(
-            updated, grads, self._settings(units), offsets, lanes=self._lanes, W=wire
-        )
-
     def take_and_accumulate(
         self,
         grads: Tensors,
@@ -311,10 +233,10 @@ class NativeKernel:
         units: Units,
         chooses: tf.Tensor,
         offsets: tf.Tensor,
-        wire: tf.DType,
     ) -> tuple[Tensors, tf.Tensor, tf.Tensor, tf.Tensor]:
+        dtype = tf.int8 if self._levels else residues[0].dtype
         return self._operations.scalecom_take_and_accumulate(
-            grads, residues, self._settings(units), chooses, offsets, lanes=self._lanes, W=wire
+            grads, residues, self._settings(units), chooses, offsets, lanes=self._lanes, W=dtype
         )
 
     def scatter(
@@ -383,14 +305,12 @@ def _usable(
     return tf.where(good, g, tf.zeros_like(g)), _count_true(~good)
 
 
-def _sendable(
-    m: tf.Tensor, g: tf.Tensor, waited: tf.Tensor, share: float, extra: float
-) -> tf.Tensor:
-    """m + share*g, plus `extra` times what waited unless that and g have opposite signs."""
-    value = m + _as_number(share, m.dtype) * g
-    more = _as_number(extra, m.dtype) * waited
+def _sendable(m: tf.Tensor, g: tf.Tensor, extra: float) -> tf.Tensor:
+    """m + g, plus `extra` times m unless the two have opposite signs."""
+    value = m + g
+    more = _as_number(extra, m.dtype) * m
     # If this were one sum of three terms, they would be added in another order.
-    return tf.where(waited * g >= 0, value + more, value)
+    return tf.where(m * g >= 0, value + more, value)
 
 
 def _scales(values: tf.Tensor, k: int, levels: int) -> tf.Tensor:

@@ -347,7 +347,7 @@ class PerTensor(Averager):
         tensor = self._residues.tensors[name]
         try:
             choice = bucket.join_choice(self._run.tensor_states)
-            values, chosen = finished(bucket.take_and_accumulate(choice, choose=self._chooses()))
+            chosen = finished(bucket.take_and_accumulate(choice, choose=self._chooses()))
         except BaseException:
             # Nothing of this tensor is sent; values of other tensors may be on their way already.
             bucket.roll_back()
@@ -356,9 +356,9 @@ class PerTensor(Averager):
         if chosen is not None:
             self._keep_choice(bucket, chosen)
         if tensor.levels:
-            values = float_words.pack(values, tensor.levels, self.collectives.size)
+            values = float_words.pack(bucket.taken, tensor.levels, self.collectives.size)
         else:
-            values = values.clone()  # Horovod averages in place, and a roll-back needs them
+            values = bucket.taken.clone()  # Horovod averages in place, and a roll-back needs them
         # One NaN in the values becomes one in the average, and so tells every rank that this
         # gradient was not finite on some rank.
         is_bad = torch.as_tensor(bucket.bad != 0, device=values.device)
@@ -499,7 +499,7 @@ class PerTensor(Averager):
         last_whole = self._whole and residues.step + 1 >= residues.config.warmup_steps
         if last_whole and self._chooses():
             for bucket in seen.values():
-                self._keep_choice(bucket, bucket.choose_without_accumulating())
+                self._keep_choice(bucket, finished(bucket.select()))
         if last_whole or not self._whole:
             root = self._next_leader()
             for number, ahead in enumerate(self._ahead.values()):

@@ -25,13 +25,10 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from scalecom_hvd import integers, lanes, native
+from scalecom_hvd import integers, lanes
 from scalecom_hvd.config import largest_gradient
 
 # Globals that a kernel reads must be constexpr.
-CHOOSE_NOTHING = tl.constexpr(native.CHOOSE_NOTHING)
-CHOOSE_ACCUMULATOR = tl.constexpr(native.CHOOSE_ACCUMULATOR)
-CHOOSE_RESIDUE = tl.constexpr(native.CHOOSE_RESIDUE)
 LANES = tl.constexpr(lanes.LANES)
 VALUES_PER_SCALE = tl.constexpr(integers.BLOCK)
 SMALLEST_SCALE = tl.constexpr(integers.SMALLEST_SCALE)
@@ -86,65 +83,21 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def accumulate_tiles(
+def choose_tiles(
     tiles,
     tensors,
     step,
     chosen,
-    count,
-    beta: tl.float64,
     scale: tl.float64,
-    CHOOSE: tl.constexpr,
     GRAD: tl.constexpr,
     REAL: tl.constexpr,
     BLOCK: tl.constexpr,
-    STORES: tl.constexpr = True,
 ):
-    """m <- m + beta * g; if CHOOSE says so, `chosen` <- the row of each lane's largest element.
-
-    CHOOSE says what is compared: |m_old + g|, |m_new|, or |m_new + g|. Adds to `count` how many
-    elements of g are bad: NaN, or larger than config.largest_gradient. Bad elements count as zero.
-    STORES: whether m changes at all.
-    """
+    """Chosen <- the row of each lane's largest |m + g|. Nothing else changes."""
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     unused = tl.zeros((LANES,), REAL)
-    winner, bad = _pass(tile, beta, scale, unused, unused, False, CHOOSE, BLOCK, STORES)
-    if CHOOSE != CHOOSE_NOTHING:
-        _store_offsets(chosen, tile, winner)
-    _add(count, bad)
-
-
-@triton.jit
-def take_tiles(
-    tiles,
-    tensors,
-    step,
-    offsets,
-    values,
-    count,
-    beta: tl.float64,
-    scale: tl.float64,
-    within: tl.float64,
-    share: tl.float64,
-    extra: tl.float64,
-    WITH_GRAD: tl.constexpr,
-    GRAD: tl.constexpr,
-    REAL: tl.constexpr,
-):
-    """values <- m[I] + share * g[I]; m[I] <- m[I] - beta * values.
-
-    If they are int8, values travel as integers, in units of the scales in the buffer of offsets.
-
-    within: how many times m already contains g. If m without g and g do not have opposite signs,
-    `extra` times m without g is sent in addition. WITH_GRAD: whether share is not 0. Adds to
-    `count` how many values are not finite. These are sent as zero.
-    """
-    tile = _tile(tiles, tensors, step, GRAD, REAL)
-    row = _load_offsets(offsets, tile)
-    unit = _scale_of(offsets, tile, values.dtype.element_ty)
-    rest, bad = _send(tile, row, unit, values, beta, scale, within, share, extra, WITH_GRAD)
-    tl.store(tile.residue + _indices(tile, row), rest, mask=_is_lane(tile))
-    _add(count, bad)
+    winner, _ = _pass(tile, 0.0, scale, unused, unused, False, True, BLOCK)
+    _store_offsets(chosen, tile, winner)
 
 
 @triton.jit
@@ -159,19 +112,27 @@ def take_and_accumulate_tiles(
     beta: tl.float64,
     scale: tl.float64,
     extra: tl.float64,
-    CHOOSE: tl.constexpr,
+    CHOOSES: tl.constexpr,
     GRAD: tl.constexpr,
     REAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`take_tiles` with share 1, then `accumulate_tiles`, in one pass; adds both counts."""
+    """values <- m[I] + g[I]; m[I] <- m[I] - beta * values; then m <- m + beta * g, in one pass.
+
+    If they are int8, values travel as integers, in units of the scales in the buffer of offsets.
+
+    If m and g do not have opposite signs, `extra` times m is sent in addition. CHOOSES: whether
+    `chosen` then takes the row of each lane's largest |m + g|. Adds to `count` how many elements of
+    g are bad (NaN, or larger than config.largest_gradient), and how many values are not finite.
+    Both count as zero.
+    """
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     row = _load_offsets(offsets, tile)
     unit = _scale_of(offsets, tile, values.dtype.element_ty)
-    rest, not_sent = _send(tile, row, unit, values, beta, scale, 0.0, 1.0, extra, True)
+    rest, not_sent = _send(tile, row, unit, values, beta, scale, extra)
     tl.debug_barrier()  # all threads have read m[I] before one writes there
-    winner, bad = _pass(tile, beta, scale, row, rest, True, CHOOSE, BLOCK, True)
-    if CHOOSE != CHOOSE_NOTHING:
+    winner, bad = _pass(tile, beta, scale, row, rest, True, CHOOSES, BLOCK)
+    if CHOOSES:
         _store_offsets(chosen, tile, winner)
     _add(count, bad + not_sent)
 
@@ -263,7 +224,7 @@ def roll_back_tiles(
     m += _unless_frozen(tile, beta) * was_sent
     tl.debug_barrier()  # all threads have read m[I] before one writes there
     # Adding the negative gives the same bits as subtracting.
-    _pass(tile, -accumulated, scale, row, m, True, CHOOSE_NOTHING, BLOCK, True)
+    _pass(tile, -accumulated, scale, row, m, True, False, BLOCK)
 
 
 @triton.jit
@@ -300,24 +261,19 @@ def _pass(
     scale,
     changed,
     instead,
-    CHANGED: tl.constexpr,
-    CHOOSE: tl.constexpr,
+    MOVES: tl.constexpr,
+    CHOOSES: tl.constexpr,
     BLOCK: tl.constexpr,
-    STORES: tl.constexpr,
 ):
-    """m <- m + beta * g. If CHANGED, `instead` replaces m in row `changed` of every lane.
+    """If MOVES, m <- m + beta * g, where `instead` replaces m in row `changed` of every lane.
 
-    Returns every lane's winner, and the number of bad elements of g.
+    Returns every lane's winner of |m + g| afterwards, and the number of bad elements of g.
     """
     beta, scale = _unless_frozen(tile, beta), _real(scale, tile.residue.dtype.element_ty)
     if tile.wide:
-        winner, bad = _pass_rows(
-            tile, beta, scale, changed, instead, True, CHANGED, CHOOSE, BLOCK, STORES
-        )
+        winner, bad = _pass_rows(tile, beta, scale, changed, instead, True, MOVES, CHOOSES, BLOCK)
     else:
-        winner, bad = _pass_rows(
-            tile, beta, scale, changed, instead, False, CHANGED, CHOOSE, SLOTS, STORES
-        )
+        winner, bad = _pass_rows(tile, beta, scale, changed, instead, False, MOVES, CHOOSES, SLOTS)
     return winner, bad
 
 
@@ -329,10 +285,9 @@ def _pass_rows(
     changed,
     instead,
     WIDE: tl.constexpr,
-    CHANGED: tl.constexpr,
-    CHOOSE: tl.constexpr,
+    MOVES: tl.constexpr,
+    CHOOSES: tl.constexpr,
     BLOCK: tl.constexpr,
-    STORES: tl.constexpr,
 ):
     """`_pass` for one kind of tile."""
     # Rows that lie SLOTS apart are compared within a thread, which keeps one best element of them.
@@ -347,16 +302,12 @@ def _pass_rows(
         g = tl.load(_elements(tile.grad, begin, within, WIDE), mask=exists, other=0)
         g, good = _usable(g, scale)
         bad += tl.sum(tl.reshape(tl.where(good, 0, 1), (BLOCK // SLOTS, SLOTS, LANES)), axis=0)
-        if CHANGED:
+        if MOVES:
             m = tl.where(row[:, None] == changed[None, :], instead[None, :], m)
-        updated = m + beta * g
-        if STORES:
-            tl.store(residue, updated, mask=exists)
-        if CHOOSE != CHOOSE_NOTHING:
-            key = m if CHOOSE == CHOOSE_ACCUMULATOR else updated
-            if CHOOSE != CHOOSE_RESIDUE:
-                key += g
-            size = tl.where(exists, _magnitude(key), -1)
+            m = m + beta * g
+            tl.store(residue, m, mask=exists)
+        if CHOOSES:
+            size = tl.where(exists, _magnitude(m + g), -1)
             size = tl.reshape(size, (BLOCK // SLOTS, SLOTS, LANES))
             row = tl.reshape(row, (BLOCK // SLOTS, SLOTS))[:, :, None]
             largest = tl.max(size, axis=0)
@@ -364,7 +315,7 @@ def _pass_rows(
             winner = tl.where(largest > best, larger, winner)
             best = tl.maximum(largest, best)
     lane_winner = tl.zeros((LANES,), tl.int32)
-    if CHOOSE != CHOOSE_NOTHING:
+    if CHOOSES:
         largest = tl.max(best, axis=0)
         # Of equal elements, take the first.
         lane_winner = tl.min(tl.where(best == largest[None, :], winner, LAST_ROW), axis=0)
@@ -372,28 +323,13 @@ def _pass_rows(
 
 
 @triton.jit
-def _send(
-    tile,
-    row,
-    unit,
-    values,
-    beta,
-    scale,
-    within,
-    share,
-    extra,
-    WITH_GRAD: tl.constexpr,
-):
+def _send(tile, row, unit, values, beta, scale, extra):
     """Write a tile's values; returns what stays of m there, and how many are not finite."""
     REAL: tl.constexpr = tile.residue.dtype.element_ty
     index, is_lane = _indices(tile, row), _is_lane(tile)
     m = tl.load(tile.residue + index, mask=is_lane, other=0)
-    value = m
-    if WITH_GRAD:
-        g, _ = _usable(tl.load(tile.grad + index, mask=is_lane, other=0), _real(scale, REAL))
-        waited = m - _real(within, REAL) * g
-        more = tl.where(waited * g >= 0, _real(extra, REAL) * waited, 0)
-        value = m + _real(share, REAL) * g + more
+    g, _ = _usable(tl.load(tile.grad + index, mask=is_lane, other=0), _real(scale, REAL))
+    value = m + g + tl.where(m * g >= 0, _real(extra, REAL) * m, 0)
     value = tl.where(tile.frozen, 0, value)
     finite = _is_finite(value)
     value = tl.where(finite, value, 0)

@@ -21,7 +21,6 @@ from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.exchange.kernels import Kernel, TensorSlot, TorchKernel, Wire
 from scalecom_hvd.integers import levels_of
 from scalecom_hvd.lanes import Lanes
-from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_AHEAD, CHOOSE_NOTHING
 
 BETA, EXTRA = 0.5, 1.0
 # Of the defaults.
@@ -56,22 +55,17 @@ class Workload:
         self.outputs = [torch.empty_like(grad) for grad in self.grads]
         self.numel = sum(lanes.numel for lanes in self.lanes)
 
-    def kernel(self, kind: type[Kernel]) -> Kernel:
-        """A kernel for these tensors, in the middle of a step."""
-        kernel = self._kernel(kind, has_scales=False)
-        kernel.accumulate(BETA, CHOOSE_ACCUMULATOR, self.offsets)
-        return kernel
-
-    def _kernel(self, kind: type[Kernel], has_scales: bool) -> Kernel:
-        """A kernel before its step, and buffers for what it moves."""
-        layout = Layout(dict(zip(map(str, range(N_TENSORS)), self.lanes, strict=True)), has_scales)
+    def kernel(self, kind: type[Kernel], bits: int = 32) -> Kernel:
+        """A kernel in its step, and buffers for what it moves."""
+        levels = levels_of(bits)
+        layout = Layout(dict(zip(map(str, range(N_TENSORS)), self.lanes, strict=True)), levels > 0)
         slots = [
             TensorSlot(
                 residue,
                 lanes,
                 layout.offsets[str(i)].start,
                 layout.values[str(i)].start,
-                levels_of(BITS) if has_scales else 0,
+                levels,
                 layout.scales[str(i)].start,
             )
             for i, (residue, lanes) in enumerate(zip(self.residues, self.lanes, strict=True))
@@ -80,28 +74,12 @@ class Workload:
         self.offsets, self.chosen = torch.zeros(
             2, layout.offsets_bytes, dtype=torch.uint8, device=device
         )
-        self.values = torch.zeros(layout.n_values, device=device)
+        dtype = torch.int8 if levels else torch.float32
+        self.values = torch.zeros(layout.n_values, dtype=dtype, device=device)
         kernel = kind(slots, [grad.dtype for grad in self.grads])
         self.begin(kernel)
+        kernel.choose(EXTRA, self.offsets)
         return kernel
-
-    def integer_moves(self, kind: type[Kernel], label: str) -> Iterator[Candidate]:
-        """The moves of a step with values of few bits."""
-        kernel = self._kernel(kind, has_scales=True)
-        offsets, once = self.offsets, self.numel * self.grads[0].element_size()
-        integers = torch.zeros(len(self.values), dtype=torch.int8, device=offsets.device)
-        wire = Wire(offsets, integers)
-        kernel.choose(EXTRA, offsets)
-        yield Candidate(
-            f"{label}: choose, and measure",
-            lambda: kernel.choose(EXTRA, offsets),
-            4 * self.numel + once,
-        )
-        yield Candidate(
-            f"{label}: take + accumulate",
-            lambda: kernel.take_and_accumulate(BETA, EXTRA, wire, CHOOSE_NOTHING, None),
-            8 * self.numel + once,
-        )
 
     def begin(self, kernel: Kernel) -> None:
         kernel.begin(self.grads, [False] * len(self.grads), 1.0)
@@ -113,24 +91,24 @@ class Workload:
         wire = Wire(self.offsets, self.values)
         yield Candidate(f"{label}: begin", lambda: self.begin(kernel), 0)
         yield Candidate(
-            f"{label}: accumulate + choose",
-            lambda: kernel.accumulate(BETA, CHOOSE_ACCUMULATOR, self.chosen),
-            8 * self.numel + once,
+            f"{label}: choose",
+            lambda: kernel.choose(EXTRA, self.offsets),
+            4 * self.numel + once,
         )
         yield Candidate(
-            f"{label}: accumulate",
-            lambda: kernel.accumulate(BETA, CHOOSE_NOTHING, None),
+            f"{label}: take + accumulate",
+            lambda: kernel.take_and_accumulate(BETA, EXTRA, wire),
             8 * self.numel + once,
         )
-        yield Candidate(f"{label}: take", lambda: kernel.take(BETA, 1 - BETA, EXTRA, wire), 0)
         yield Candidate(
             f"{label}: look-ahead's take + accumulate + choose",
-            lambda: kernel.take_and_accumulate(BETA, EXTRA, wire, CHOOSE_AHEAD, self.chosen),
+            lambda: kernel.take_and_accumulate(BETA, EXTRA, wire, self.chosen),
             8 * self.numel + once,
         )
+        averages = self.values.float()
         yield Candidate(
             f"{label}: scatter",
-            lambda: kernel.scatter(self.outputs, self.offsets, self.values),
+            lambda: kernel.scatter(self.outputs, self.offsets, averages),
             once,
         )
 
@@ -157,7 +135,8 @@ def candidates(numel: int, rate: float, device: torch.device) -> Iterator[Candid
             halves.kernel(TritonKernel), f"Triton, {str(dtype).removeprefix('torch.')}"
         )
     few = Workload(numel, FEW_BITS_RATE, torch.float32, device)
-    yield from few.integer_moves(TritonKernel, f"Triton, {BITS} bits, rate {FEW_BITS_RATE}")
+    label = f"Triton, {BITS} bits, rate {FEW_BITS_RATE}"
+    yield from few.moves(few.kernel(TritonKernel, BITS), label)
     yield from work.moves(work.kernel(TorchKernel), "plain torch, float32")
 
 

@@ -48,16 +48,14 @@ class Model:
         self.outputs = {name: torch.zeros_like(grad) for name, grad in grads.items()}
         self.bucket = Bucket(0, list(parameters), parameters, residues, ranks=2)
         self.bucket.begin(1.0, grads=grads)
-        self.offsets = self.accumulate(choose=True)
-        self.bucket.receive(self.offsets, self.take())
+        self.offsets = self.select().clone()
+        self.take_and_accumulate()
+        self.bucket.receive(self.offsets, self.bucket.taken)
 
-    def accumulate(self, choose: bool = False) -> torch.Tensor | None:
-        return finished(self.bucket.accumulate(choose))
+    def select(self) -> torch.Tensor:
+        return finished(self.bucket.select())
 
-    def take(self) -> torch.Tensor:
-        return finished(self.bucket.take(self.offsets))
-
-    def take_and_accumulate(self, choose: bool) -> None:
+    def take_and_accumulate(self, choose: bool = False) -> None:
         finished(self.bucket.take_and_accumulate(self.offsets, choose))
 
     def scatter(self) -> None:
@@ -92,17 +90,16 @@ def candidates(rate: float, beta: float) -> dict[str, Callable[[], object]]:
 
     return {
         FLOOR: lambda: torch._foreach_add_(model.residues, model.grads, alpha=beta),
-        "accumulate": lambda: model.accumulate(),
-        "accumulate + choose": lambda: model.accumulate(choose=True),
-        "take": model.take,
-        "look-ahead's take + accumulate": lambda: model.take_and_accumulate(False),
+        "choose": model.select,
+        "take + accumulate": model.take_and_accumulate,
         "look-ahead's take + accumulate + choose": lambda: model.take_and_accumulate(True),
         "scatter": model.scatter,
         "momentum: mix, and solve for it": mix,
         "scatter by torch: zero all": lambda: torch._foreach_zero_(list(model.outputs.values())),
-        "accumulate + choose, float16 gradients": lambda: half.accumulate(choose=True),
-        "accumulate + choose, bfloat16 gradients": lambda: bfloat.accumulate(choose=True),
-        "accumulate + choose, plain torch": lambda: plain.accumulate(choose=True),
+        "take + accumulate, float16 gradients": half.take_and_accumulate,
+        "take + accumulate, bfloat16 gradients": bfloat.take_and_accumulate,
+        "choose, plain torch": plain.select,
+        "take + accumulate, plain torch": plain.take_and_accumulate,
         "add_, abs, max of contiguous chunks": contiguous_chunks,
         "add_, abs, topk": top_k,
     }
@@ -110,10 +107,9 @@ def candidates(rate: float, beta: float) -> dict[str, Callable[[], object]]:
 
 # Whole steps of one rank, as sums of the above.
 STEPS = {
-    "cyclic step, leader": ("accumulate + choose", "take", "scatter"),
-    "cyclic step, other ranks": ("accumulate", "take", "scatter"),
+    "cyclic step, leader": ("choose", "take + accumulate", "scatter"),
     "look-ahead step, leader": ("look-ahead's take + accumulate + choose", "scatter"),
-    "look-ahead step, other ranks": ("look-ahead's take + accumulate", "scatter"),
+    "step of other ranks": ("take + accumulate", "scatter"),
 }
 
 
@@ -136,7 +132,7 @@ def main() -> None:
     medians |= {name: sum(medians[part] for part in parts) for name, parts in STEPS.items()}
     staggered = "look-ahead step, staggered leaders, 4 workers"
     medians[staggered] = (
-        medians["look-ahead step, leader"] + 3 * medians["look-ahead step, other ranks"]
+        medians["look-ahead step, leader"] + 3 * medians["step of other ranks"]
     ) / 4
     print(
         f"24.8 M float32 residues, rate {arguments.rate:g}, beta {arguments.beta:g}, one core, "

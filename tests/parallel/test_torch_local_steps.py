@@ -259,30 +259,15 @@ def record(optimizer):
     )
 
     def watch(bucket):
-        take, take_and_accumulate, send, fill = (
-            bucket.take,
-            bucket.take_and_accumulate,
-            bucket.send,
-            bucket.fill,
-        )
+        take_and_accumulate, send, fill = bucket.take_and_accumulate, bucket.send, bucket.fill
 
-        def taken(offsets):
-            values = bucket._values.compressed
-            if bucket._levels:
-                values = bucket.scaled(values)
+        def takes_and_accumulates(offsets, choose=False):
+            chosen = yield from take_and_accumulate(offsets, choose)
+            values = bucket.scaled(bucket.taken) if bucket._levels else bucket.taken
             slots, numbers = bucket.split_offsets(offsets), values.double().split(bucket.counts)
             for (name, tensor), own in zip(bucket.compressed.items(), numbers, strict=True):
                 sent[name].view(-1)[positions_of(tensor.geometry, slots[name])] += own
-
-        def takes(offsets):
-            values = yield from take(offsets)
-            taken(offsets)
-            return values
-
-        def takes_and_accumulates(offsets, choose=False):
-            values, chosen = yield from take_and_accumulate(offsets, choose)
-            taken(offsets)
-            return values, chosen
+            return chosen
 
         def sends(places, values):
             before = bucket.accumulators.clone().double()
@@ -300,12 +285,7 @@ def record(optimizer):
                 sent[name] += values.double().view(SHAPES[name])
             return filled
 
-        bucket.take, bucket.take_and_accumulate, bucket.send, bucket.fill = (
-            takes,
-            takes_and_accumulates,
-            sends,
-            fills,
-        )
+        bucket.take_and_accumulate, bucket.send, bucket.fill = takes_and_accumulates, sends, fills
 
     make_buckets = exchange._make_buckets
 

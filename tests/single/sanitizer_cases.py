@@ -17,13 +17,7 @@ from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.integers import BLOCK
 from scalecom_hvd.lanes import Lanes
-from scalecom_hvd.native import (
-    CHOOSE_ACCUMULATOR,
-    CHOOSE_AHEAD,
-    CHOOSE_NOTHING,
-    CHOOSE_RESIDUE,
-    REFUSED,
-)
+from scalecom_hvd.native import REFUSED
 from scalecom_hvd.reference import integers, scales, select
 
 SIZES = [0, 1, 2, 63, 64, 65, 127, 129, 448, 699, 1000, 4099]
@@ -114,72 +108,45 @@ class Bucket:
             for name, shape in self.shapes.items()
         ]
 
-    def accumulate(self, residues, beta, scale, choose):
-        """Return the updated residues, the chosen offsets, and the number of bad elements."""
-        updated, chosen, bad = [], np.zeros(self.layout.offsets_bytes, np.uint8), 0
-        for (name, shape), gradient, m in zip(
-            self.shapes.items(), self.gradients, residues, strict=True
-        ):
-            g, count = gradient.usable(scale)
-            bad += count
-            updated.append(m + gradient.kind.type(beta) * g)
-            if choose != CHOOSE_NOTHING and shape.k:
-                keys = {
-                    CHOOSE_ACCUMULATOR: m + g,
-                    CHOOSE_RESIDUE: updated[-1],
-                    CHOOSE_AHEAD: updated[-1] + g,
-                }
-                winners = select(keys[choose], shape, "lanes")
-                chosen[self.layout.offsets[name]] = offsets_of(shape, winners).view(np.uint8)
-        return updated, chosen, bad
-
-    def take(self, residues, beta, scale, share):
-        """Return the residues after sending, and the values that are sent."""
-        rest, values = [], np.zeros(self.layout.n_values, self.kind)
-        for at, gradient, m, index in zip(
-            self.layout.values.values(), self.gradients, residues, self.indices(), strict=True
-        ):
-            kind = gradient.kind.type
-            g = gradient.usable(scale)[0][index]
-            waited = m[index] - kind(0 if share == 1 else beta) * g
-            more = np.where(waited * g >= 0, kind(1 / beta - 1) * waited, kind(0))
-            value = m[index] + kind(share) * g + more
-            values[at] = value
-            rest.append(m.copy())
-            rest[-1][index] -= kind(beta) * value
-        return rest, values
-
     def choose(self, residues, beta, scale):
-        """Return the choice, with the scales of integers, before anything is accumulated."""
-        chosen = self.accumulate(residues, beta, scale, CHOOSE_ACCUMULATOR)[1]
+        """Return the choice, with the scales of integers."""
+        chosen = np.zeros(self.layout.offsets_bytes, np.uint8)
         for (name, shape), gradient, m in zip(
             self.shapes.items(), self.gradients, residues, strict=True
         ):
-            offsets = chosen[self.layout.offsets[name]].view(shape.offset_dtype)
-            value = self.sendable(gradient, m, shape.indices(offsets), beta, scale)
-            chosen[self.layout.scales[name]] = (
-                scales(value, self.levels)[::BLOCK].astype(np.float32).view(np.uint8)
-            )
+            index = select(m + gradient.usable(scale)[0], shape, "lanes")
+            chosen[self.layout.offsets[name]] = offsets_of(shape, index).view(np.uint8)
+            if self.levels:
+                value = self.sendable(gradient, m, index, beta, scale)
+                chosen[self.layout.scales[name]] = (
+                    scales(value, self.levels)[::BLOCK].astype(np.float32).view(np.uint8)
+                )
         return chosen
 
     def sendable(self, gradient, m, index, beta, scale):
         g, kind = gradient.usable(scale)[0][index], gradient.kind.type
         return m[index] + g + np.where(m[index] * g >= 0, kind(1 / beta - 1) * m[index], kind(0))
 
-    def take_integers(self, beta, scale):
-        """Return the residues after sending, and the integers that are sent at `offsets`."""
-        rest, values = [], np.zeros(self.layout.n_values, np.int8)
+    def take_and_accumulate(self, beta, scale):
+        """Return the updated residues, the values, what they stand for, and how many are bad."""
+        updated, bad = [], 0
+        values = np.zeros(self.layout.n_values, np.int8 if self.levels else self.kind)
+        sent = np.zeros(self.layout.n_values, self.kind)
         for name, gradient, m, index in zip(
             self.shapes, self.gradients, self.residues, self.indices(), strict=True
         ):
-            value = self.sendable(gradient, m, index, beta, scale)
-            of_blocks = self.offsets[self.layout.scales[name]].view(np.float32)
-            scale_of = np.repeat(of_blocks, BLOCK)[: len(value)].astype(m.dtype)
-            q = integers(value, scale_of, self.levels)
-            values[self.layout.values[name]] = q
-            rest.append(m.copy())
-            rest[-1][index] -= gradient.kind.type(beta) * (q * scale_of)
-        return rest, values
+            m, at, kind = m.copy(), self.layout.values[name], gradient.kind.type
+            values[at] = sent[at] = value = self.sendable(gradient, m, index, beta, scale)
+            if self.levels:
+                of_blocks = self.offsets[self.layout.scales[name]].view(np.float32)
+                scale_of = np.repeat(of_blocks, BLOCK)[: len(value)].astype(m.dtype)
+                values[at] = q = integers(value, scale_of, self.levels)
+                sent[at] = q * scale_of
+            m[index] -= kind(beta) * sent[at]
+            g, count = gradient.usable(scale)
+            updated.append(m + kind(beta) * g)
+            bad += count
+        return updated, values, sent, bad
 
     def scatter(self, scale, values):
         outputs = []
@@ -199,7 +166,7 @@ class Bucket:
             self.layout.values.values(), self.gradients, residues, self.indices(), strict=True
         ):
             m, kind = m.copy(), gradient.kind.type
-            m[index] += kind(beta) * sent[at].astype(m.dtype)
+            m[index] += kind(beta) * sent[at]
             result.append(m - kind(beta) * gradient.usable(scale)[0])
         return result
 
@@ -247,23 +214,18 @@ class Kernel:
             self.table.ctypes.data, len(self.table), *addresses
         )
 
-    def accumulate(self, beta, scale, choose):
-        return self.call("accumulate", beta, scale, choose, self.chosen if choose else None)
+    def choose(self, beta, scale):
+        return self.call("choose", scale, 1 / beta - 1, self.chosen)
 
-    def take(self, beta, scale, share):
-        return self.call("take", beta, scale, share, 1 / beta - 1, self.offsets, self.values)
-
-    def take_and_accumulate(self, beta, scale, choose):
-        chosen = self.chosen if choose else None
-        wire = self.offsets, self.values
-        return self.call("take_and_accumulate", beta, scale, 1 / beta - 1, *wire, choose, chosen)
+    def take_and_accumulate(self, beta, scale, chooses=False):
+        wire, chosen = (self.offsets, self.values), self.chosen if chooses else None
+        return self.call("take_and_accumulate", beta, scale, 1 / beta - 1, *wire, chosen)
 
     def scatter(self, scale):
         return self.call("scatter", scale, self.offsets, self.values)
 
-    def roll_back(self, beta, scale, accumulated, taken=True):
-        offsets = self.offsets if taken else None
-        return self.call("roll_back", beta, scale, accumulated, offsets, self.values)
+    def roll_back(self, beta, scale, keeps_gradients=False):
+        return self.call("roll_back", beta, scale, self.offsets, self.values, keeps_gradients)
 
 
 def same(ours, theirs):
@@ -272,32 +234,30 @@ def same(ours, theirs):
 
 
 def check_moves(library, bucket, beta, scale):
-    """Check all moves of lanes.c, separately and one after the other."""
-    for choose in (CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE, CHOOSE_AHEAD):
+    """Check all moves of lanes.c."""
+    kernel, choice = Kernel(library, bucket), bucket.choose(bucket.residues, beta, scale)
+    assert kernel.choose(beta, scale) == 0
+    same([*kernel.residues, kernel.chosen], [*bucket.residues, choice])
+    if bucket.levels:
+        bucket.offsets = choice
+    updated, values, sent, bad = bucket.take_and_accumulate(beta, scale)
+    for chooses in (False, True):
         kernel = Kernel(library, bucket)
-        updated, chosen, bad = bucket.accumulate(bucket.residues, beta, scale, choose)
-        assert kernel.accumulate(beta, scale, choose) == bad
-        same([*kernel.residues, kernel.chosen], [*updated, chosen])
-        rest, values = bucket.take(updated, beta, scale, 1 - beta)
-        assert kernel.take(beta, scale, 1 - beta) == 0
-        same([*kernel.residues, kernel.values], [*rest, values])
-        before = kernel.residues
-        assert kernel.roll_back(beta, scale, True) == 0
-        same(before, bucket.roll_back(rest, beta, scale, values))
-        assert kernel.scatter(1 / scale) == 0
-        same(kernel.grads, bucket.scatter(1 / scale, values))
-    for choose in (CHOOSE_NOTHING, CHOOSE_AHEAD):
-        kernel = Kernel(library, bucket)
-        rest, values = bucket.take(bucket.residues, beta, scale, 1)
-        updated, chosen, bad = bucket.accumulate(rest, beta, scale, choose)
-        assert kernel.take_and_accumulate(beta, scale, choose) == bad
-        same([*kernel.residues, kernel.chosen, kernel.values], [*updated, chosen, values])
+        assert kernel.take_and_accumulate(beta, scale, chooses) == bad
+        same([*kernel.residues, kernel.values], [*updated, values])
+        ahead = bucket.choose(updated, beta, scale) if chooses else np.zeros_like(choice)
+        same([kernel.chosen], [ahead])
+        assert kernel.roll_back(beta, scale) == 0
+        same(kernel.residues, bucket.roll_back(updated, beta, scale, sent))
+        if not bucket.levels:
+            assert kernel.scatter(1 / scale) == 0
+            same(kernel.grads, bucket.scatter(1 / scale, values))
     kernel = Kernel(library, bucket)
     kernel.table["frozen"] = 1
     kernel.values[:] = 1
-    kernel.take_and_accumulate(beta, scale, CHOOSE_NOTHING)
-    kernel.roll_back(beta, scale, True, taken=False)
-    same([*kernel.residues, kernel.values], [*bucket.residues, np.zeros_like(kernel.values)])
+    assert kernel.take_and_accumulate(beta, scale) == bad
+    assert kernel.roll_back(beta, scale) == 0
+    same([*kernel.residues, kernel.values], [*bucket.residues, np.zeros_like(values)])
 
 
 def check_broken_peer(library, random, bucket):
@@ -322,8 +282,8 @@ def check_broken_peer(library, random, bucket):
             full = np.arange(shape.k) < shape.full_lanes
             fits &= bool(((offsets >= 0) & inside & (~full | (offsets < shape.rows))).all())
         calls = [
-            lambda k=kernel: k.take(0.3, 1.0, 0.7),
-            lambda k=kernel: k.take_and_accumulate(0.3, 1.0, CHOOSE_NOTHING),
+            lambda k=kernel: k.take_and_accumulate(0.3, 1.0),
+            lambda k=kernel: k.roll_back(0.3, 1.0),
             lambda k=kernel: k.scatter(1.0),
         ]
         if fits:
@@ -331,7 +291,6 @@ def check_broken_peer(library, random, bucket):
             continue
         refused += 1
         assert [call() for call in calls] == [REFUSED] * 3
-        kernel.roll_back(0.3, 1.0, False)
         same(
             kernel.residues + kernel.grads,
             bucket.residues + [gradient.memory for gradient in bucket.gradients],
@@ -420,80 +379,38 @@ def operate(library, name, bucket, inputs, outputs, forwards):
 
 
 def check_operations(library, bucket, beta, scale):
-    n = len(bucket.shapes)
-    kind, grad_dtype = bucket.kind.name, bucket.gradients[0].dtype
-    settings, values_at = np.array([beta, scale, 1 / beta - 1]), slice(n, None)
-    for chooses in (False, True):
-        flag = np.array([chooses])
-        updated, chosen, bad = bucket.accumulate(
-            bucket.residues, beta, scale, CHOOSE_ACCUMULATOR if chooses else CHOOSE_NOTHING
-        )
-        inputs = [*bucket.gradients, *bucket.residues, settings, flag]
-        found = operate(
-            library, "ScalecomAccumulate", bucket, inputs, [*[kind] * n, "uint8", "int64"], False
-        )
-        same(found, [*updated, chosen if chooses else [], [bad]])
-        rest, values = bucket.take(bucket.residues, beta, scale, 1)
-        updated, chosen, bad = bucket.accumulate(
-            rest, beta, scale, CHOOSE_AHEAD if chooses else CHOOSE_NOTHING
-        )
-        outputs = [*[kind] * n, kind, "uint8", "int64"]
-        found = operate(
-            library, "ScalecomTakeAndAccumulate", bucket, [*inputs, bucket.offsets], outputs, False
-        )
-        same(found, [*updated, values, chosen if chooses else [], [bad]])
-    rest, values = bucket.take(bucket.residues, beta, scale, 1 - beta)
-    averages = bucket.scatter(1 / scale, values)
-    for forwards in (False, True):
-        inputs = [*bucket.residues, *bucket.gradients, settings, bucket.offsets]
-        found = operate(
-            library, "ScalecomTake", bucket, inputs, [*[kind] * n, kind, "int64"], forwards
-        )
-        same(found[:n] + found[values_at], [*rest, values, [0]])
-        inputs = [*bucket.gradients, settings, bucket.offsets, values]
-        same(
-            operate(library, "ScalecomScatter", bucket, inputs, [grad_dtype] * n, forwards),
-            averages,
-        )
-
-
-def check_integers(library, bucket, beta, scale):
-    """Check the moves of values sent as integers, both of lanes.c and as operations."""
-    n, kind = len(bucket.shapes), bucket.kind.name
-    choice = bucket.choose(bucket.residues, beta, scale)
-    kernel = Kernel(library, bucket)
-    kernel.call("choose", scale, 1 / beta - 1, kernel.chosen)
-    same([kernel.chosen], [choice])
-    bucket.offsets = choice
-    rest, values = bucket.take_integers(beta, scale)
-    updated, _, bad = bucket.accumulate(rest, beta, scale, CHOOSE_NOTHING)
+    """Check the operations; with levels, at the choice that the bucket makes."""
+    n, kind, grad_dtype = len(bucket.shapes), bucket.kind.name, bucket.gradients[0].dtype
+    settings, choice = (
+        np.array([beta, scale, 1 / beta - 1]),
+        bucket.choose(bucket.residues, beta, scale),
+    )
+    if bucket.levels:
+        bucket.offsets = choice
+    updated, values, _, bad = bucket.take_and_accumulate(beta, scale)
     ahead = bucket.choose(updated, beta, scale)
-    kernel = Kernel(library, bucket)
-    assert kernel.take_and_accumulate(beta, scale, CHOOSE_AHEAD) == bad
-    same([*kernel.residues, kernel.values, kernel.chosen], [*updated, values, ahead])
-    kernel.roll_back(beta, scale, True)
-    settings = np.array([beta, scale, 1 / beta - 1])
     for chooses in (False, True):
         inputs = [*bucket.gradients, *bucket.residues, settings, np.array([chooses])]
         found = operate(library, "ScalecomChoose", bucket, inputs, ["uint8"], False)
         same(found, [choice if chooses else []])
-        outputs = [*[kind] * n, "int8", "uint8", "int64"]
-        inputs.append(choice)
-        found = operate(
-            library, "ScalecomTakeAndAccumulate", bucket, inputs, outputs, forwards=False
-        )
+        outputs = [*[kind] * n, values.dtype.name, "uint8", "int64"]
+        inputs.append(bucket.offsets)
+        found = operate(library, "ScalecomTakeAndAccumulate", bucket, inputs, outputs, False)
         same(found, [*updated, values, ahead if chooses else [], [bad]])
+    for forwards in () if bucket.levels else (False, True):
+        inputs = [*bucket.gradients, settings, bucket.offsets, values]
+        found = operate(library, "ScalecomScatter", bucket, inputs, [grad_dtype] * n, forwards)
+        same(found, bucket.scatter(1 / scale, values))
 
 
 def check_refusals(library, random):
     """Check that inputs of wrong sizes and offsets outside of their lanes are refused."""
     bucket = Bucket(random, [Lanes(6401, 100)], ["float32"])
-    settings, outputs = np.array([1.0, 1.0, 0.0]), ["float32", "float32", "int64"]
+    settings, outputs = np.array([1.0, 1.0, 0.0]), ["float32", "float32", "uint8", "int64"]
 
     def take(gradient, residue, offsets):
-        return operate(
-            library, "ScalecomTake", bucket, [residue, gradient, settings, offsets], outputs, False
-        )
+        inputs = [gradient, residue, settings, np.array([True]), offsets]
+        return operate(library, "ScalecomTakeAndAccumulate", bucket, inputs, outputs, False)
 
     gradient, residue, offsets = bucket.gradients[0], bucket.residues[0], bucket.offsets
     short = Gradient("float32", np.zeros(6400))
@@ -504,16 +421,6 @@ def check_refusals(library, random):
     outside = offsets.copy()
     outside[64] = 1
     assert "outside of their lanes" in take(gradient, residue, outside)
-    inputs = [gradient, residue, settings, np.array([True]), outside]
-    found = operate(
-        library,
-        "ScalecomTakeAndAccumulate",
-        bucket,
-        inputs,
-        ["float32", "float32", "uint8", "int64"],
-        False,
-    )
-    assert "outside of their lanes" in found
     inputs = [gradient, settings, outside, np.zeros(bucket.layout.n_values, np.float32)]
     assert "outside of their lanes" in operate(
         library, "ScalecomScatter", bucket, inputs, ["float32"], False
@@ -525,17 +432,17 @@ def check_refusals(library, random):
 
 def short_residue(kernel):
     kernel.residues[0] = kernel.residues[0][:-1].copy()
-    kernel.accumulate(1.0, 1.0, CHOOSE_NOTHING)
+    kernel.take_and_accumulate(1.0, 1.0)
 
 
 def short_values(kernel):
     kernel.values = kernel.values[:-1].copy()
-    kernel.take(1.0, 1.0, 0.0)
+    kernel.take_and_accumulate(1.0, 1.0)
 
 
 def misaligned_offsets(kernel):
     kernel.offsets = np.zeros(len(kernel.offsets) + 1, np.uint8)[1:]
-    kernel.take(1.0, 1.0, 0.0)
+    kernel.take_and_accumulate(1.0, 1.0)
 
 
 BROKEN = {
@@ -556,13 +463,14 @@ def all_cases(library):
             alike = Bucket(random, shapes, [dtype, dtype])
             check_operations(library, alike, beta, scale)
             few = Bucket(random, shapes, [dtype, dtype], levels=(1, 3, 127)[count % 3])
-            check_integers(library, few, beta, scale)
+            check_moves(library, few, beta, scale)
+            check_operations(library, few, beta, scale)
             count += 1
     for dtype in DTYPES:  # several pieces, each of which fits into a cache
         bucket = Bucket(random, [Lanes(50_001, rate) for rate in (7, 300, 2.5)], [dtype] * 3)
         check_operations(library, bucket, 0.3, 0.5)
         bucket = Bucket(random, [Lanes(100_001, rate) for rate in (7, 30, 2.5)], [dtype] * 3, 3)
-        check_integers(library, bucket, 0.3, 0.5)
+        check_operations(library, bucket, 0.3, 0.5)
     check_refusals(library, random)
     check_large(library, random)
     # a full group, and offsets of 4 bytes

@@ -47,7 +47,7 @@ class Owner:
 
 
 MOVES = {
-    "cyclic": lambda bucket: bucket.accumulate(choose=True),
+    "cyclic": lambda bucket: bucket.take_and_accumulate(torch.zeros_like(bucket._offsets[1])),
     "look-ahead": lambda bucket: bucket.take_and_accumulate(
         torch.zeros_like(bucket._offsets[1]), choose=True
     ),
@@ -87,7 +87,7 @@ def test_small_kernels_run_at_once_and_large_ones_on_the_thread(numel):
     owner = Owner()
     bucket = new_bucket(numel, owner.thread)
     begin(bucket)
-    waits = list(bucket.accumulate())
+    waits = list(bucket.select())
     assert [wait.what for wait in waits] == ["kernel"] * (numel > 3000)
     assert all(wait.work.done() for wait in waits)
     bucket.roll_back()
@@ -176,7 +176,7 @@ def test_moves_on_two_threads_have_ranges_of_their_own_in_a_profile():
         bucket = new_bucket(3000)
         begin(bucket)
         (kernel, _), *_ = bucket._kernels
-        kernel.accumulate = lambda *_: meanwhile() or 0
+        kernel.choose = lambda *_: meanwhile()
         return bucket
 
     def in_first():
@@ -189,18 +189,18 @@ def test_moves_on_two_threads_have_ranges_of_their_own_in_a_profile():
 
     def others():
         assert first.wait(30)
-        finished(other.accumulate())
+        finished(other.select())
 
     ours, other = moving(in_first), moving(in_second)
     with ThreadPoolExecutor(1) as worker, torch.autograd.profiler.profile() as profile:
         job = worker.submit(others)
-        finished(ours.accumulate())
+        finished(ours.select())
         with torch.profiler.record_function("after"):
             pass
         over.set()
         job.result()
     ranges = {event.name: event.time_range for event in profile.function_events}
-    assert ranges["scalecom.accumulate"].end <= ranges["after"].start
+    assert ranges["scalecom.select"].end <= ranges["after"].start
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
@@ -257,7 +257,7 @@ def test_choices_are_split_and_joined(bits):
     """Choices that come from one buffer are joined without a copy."""
     bucket = many_tensors(bits=bits)
     begin(bucket)
-    chosen = bucket.choose_without_accumulating()
+    chosen = finished(bucket.select())
     parts = bucket.split_choice(chosen)
     for tensor in bucket.tensors:
         own = parts[tensor.name]
@@ -293,8 +293,9 @@ def test_both_forms_of_moves_take_and_leave_the_same():
     apart.came = {name: grad.clone() for name, grad in in_place.came.items()}
     for bucket in (in_place, apart):
         begin(bucket, 0.5)
-    chosen = finished(in_place.accumulate(choose=True))
-    values = finished(in_place.take(chosen))
+    chosen = finished(in_place.select())
+    finished(in_place.take_and_accumulate(chosen))
+    values = in_place.taken.clone()
     in_place.receive(chosen, values)
 
     offsets = apart.choose()
@@ -320,10 +321,10 @@ def test_the_two_forms_of_moves_are_not_mixed():
     begin(bucket)
     bucket.accumulators  # noqa: B018
     with pytest.raises(AssertionError, match="a move in place was asked for after accumulators"):
-        finished(bucket.accumulate())
+        finished(bucket.select())
     bucket.end()
     begin(bucket)
-    finished(bucket.accumulate())
+    finished(bucket.select())
     with pytest.raises(AssertionError, match="accumulators were asked for after a move in place"):
         bucket.choose()
 

@@ -53,19 +53,18 @@ def test_a_cyclic_step_is_numpy_s(kernel, rate, beta, dtype):
     grads, residues = made_up(SIZES, dtype)
     kind = residues[0].dtype.as_numpy_dtype
     units = Units(beta, tf.constant(scale, tf.float64))
-    updated, offsets, bad = made.accumulate(grads, residues, units, YES)
-    updated, values, bad_values = made.take(updated, grads, units, offsets, residues[0].dtype)
-    outputs = made.scatter(grads, units, offsets, values)
-    assert int(bad) == int(bad_values) == 0
-    at = 0
+    offsets = made.choose(grads, residues, units, YES)
+    updated, values, _, bad = made.take_and_accumulate(grads, residues, units, NO, offsets)
+    outputs, at = made.scatter(grads, units, offsets, values), 0
+    assert int(bad) == at == 0
     for grad, residue, shape, new, output in zip(
         grads, residues, geometries.values(), updated, outputs, strict=True
     ):
         g, m = usable(grad, kind, scale), residue.numpy()
         chosen = select(m + g, shape, "lanes")
-        m = m + kind(beta) * g
-        value = m[chosen] + kind(1 - beta) * g[chosen]
+        value = m[chosen] + g[chosen]
         m[chosen] -= kind(beta) * value
+        m = m + kind(beta) * g
         expected = np.zeros(shape.numel, kind)
         expected[chosen] = kind(1 / scale) * value
         np.testing.assert_array_equal(values.numpy()[at : at + shape.k], value)
@@ -79,13 +78,12 @@ def test_a_cyclic_step_is_numpy_s(kernel, rate, beta, dtype):
 def test_both_look_ahead_alike(rate, dtype):
     geometries = geometries_of(SIZES, rate)
     grads, residues = made_up(SIZES, dtype)
-    wire = residues[0].dtype
     random = np.random.default_rng(1)
     chosen = np.concatenate([valid_offsets(random, g) for g in geometries.values()])
     for chooses in (YES, NO):
         results = [
             kernel(geometries).take_and_accumulate(
-                grads, residues, Units(0.3), chooses, tf.constant(chosen), wire
+                grads, residues, Units(0.3), chooses, tf.constant(chosen)
             )
             for kernel in KERNELS
         ]
@@ -121,7 +119,7 @@ def test_integers_are_numpy_s(dtype, rate, bits, traced):
         return (
             made.choose(grads, residues, units, NO),
             choice,
-            *made.take_and_accumulate(grads, residues, units, YES, choice, tf.int8),
+            *made.take_and_accumulate(grads, residues, units, YES, choice),
         )
 
     ours, theirs = (
@@ -164,7 +162,7 @@ def test_integers_of_what_is_not_finite(kernel):
     made, units = kernel({"t": shape}, 3), Units(1.0, extra=9.0)
     inputs = [tf.constant(grad, tf.float32)], [tf.constant(residue, tf.float32)], units
     choice = made.choose(*inputs, YES)
-    _, values, _, bad = made.take_and_accumulate(*inputs, NO, choice, tf.int8)
+    _, values, _, bad = made.take_and_accumulate(*inputs, NO, choice)
     assert int(bad) == 2
     assert (values.numpy() == 0).sum() == 1
     assert np.isfinite(choice.numpy()[:4].view(np.float32)).all()
@@ -174,12 +172,13 @@ def test_integers_of_what_is_not_finite(kernel):
 def test_what_is_not_finite_is_counted_and_not_kept(kernel):
     grads, residues = made_up([5000, 70], tf.float32)
     poisoned = grads[0].numpy()
-    poisoned[[3, 4000]] = np.nan, -np.inf
+    poisoned[[70, 4000]] = np.nan, -np.inf
     made = kernel(geometries_of([5000, 70], 50))
-    updated, _, bad = made.accumulate([tf.constant(poisoned), grads[1]], residues, Units(1.0), YES)
+    inputs, choice = [tf.constant(poisoned), grads[1]], tf.zeros([102], tf.uint8)
+    updated, _, _, bad = made.take_and_accumulate(inputs, residues, Units(1.0), YES, choice)
     assert int(bad) == 2
     assert all(np.isfinite(tensor.numpy()).all() for tensor in updated)
-    np.testing.assert_array_equal(updated[0].numpy()[[3, 4000]], residues[0].numpy()[[3, 4000]])
+    np.testing.assert_array_equal(updated[0].numpy()[[70, 4000]], residues[0].numpy()[[70, 4000]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
@@ -195,16 +194,13 @@ def test_what_is_beyond_the_largest_counts_as_not_finite(kernel, dtype):
         elements = np.ones(5000)
         elements[[7, 4999]] = value
         grad, expected = tf.cast(elements, dtype), 0 if bad else 0.5 * value * scale
-        updated, offsets, found = made.accumulate([grad], [tf.zeros([5000], kind)], units, YES)
+        inputs = [grad], [tf.zeros([5000], kind)], units
+        choice = tf.fill([100], tf.constant(30, tf.uint8))
+        updated, _, _, found = made.take_and_accumulate(*inputs, YES, choice)
         assert int(found) == bad
         assert updated[0].numpy()[[7, 4999]].tolist() == [expected] * 2
-        _, values, _ = made.take([tf.zeros([5000], kind)], [grad], units, offsets, kind)
-        assert float(tf.reduce_max(tf.abs(values))) == (0.5 * scale if bad else abs(expected))
-        updated, values, _, found = made.take_and_accumulate(
-            [grad], [tf.zeros([5000], kind)], units, YES, offsets, kind
-        )
-        assert bool(found) == bool(bad)
-        assert np.isfinite(updated[0].numpy()).all()
+        _, values, _, _ = made.take_and_accumulate(*inputs, NO, made.choose(*inputs, YES))
+        assert float(tf.reduce_max(tf.abs(values))) == (scale if bad else 2 * abs(expected))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -212,11 +208,12 @@ def test_many_steps_of_huge_gradients_leave_the_residue_finite(kernel):
     made, residue = kernel(geometries_of([500], 50)), tf.zeros([500], tf.float32)
     for huge in (3e38, largest_gradient("float32")):
         for _ in range(30):
-            (residue,), _, bad = made.accumulate(
-                [tf.fill([500], tf.constant(huge, tf.float32))], [residue], Units(1.0), NO
-            )
+            inputs = [tf.fill([500], tf.constant(huge, tf.float32))], [residue], Units(1.0)
+            choice = tf.zeros([10], tf.uint8)
+            (residue,), _, _, bad = made.take_and_accumulate(*inputs, NO, choice)
             assert int(bad) == (500 if huge == 3e38 else 0)
-    assert residue.numpy().tolist() == [30 * largest_gradient("float32")] * 500
+    kept = [0] * 10 + [30 * largest_gradient("float32")] * 490
+    assert residue.numpy().tolist() == kept
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -225,11 +222,10 @@ def test_inputs_that_others_still_read_stay_as_they_are(kernel):
     made = kernel(geometries_of([5000], 50))
     grads, residues = made_up([5000], tf.float32)
     before = [tensor.numpy().copy() for tensor in (*grads, *residues)]
-    updated, offsets, _ = made.accumulate(grads, residues, Units(0.5), YES)
-    kept = updated[0].numpy().copy()
-    _, values, _ = made.take(updated, grads, Units(0.5), offsets, tf.float32)
+    inputs = grads, residues, Units(0.5)
+    offsets = made.choose(*inputs, YES)
+    _, values, _, _ = made.take_and_accumulate(*inputs, YES, offsets)
     made.scatter(grads, Units(0.5), offsets, values)
-    np.testing.assert_array_equal(updated[0].numpy(), kept)
     for tensor, old in zip((*grads, *residues), before, strict=True):
         np.testing.assert_array_equal(tensor.numpy(), old)
 
@@ -241,14 +237,14 @@ def test_offsets_of_no_or_two_leaders_are_refused(kernel, surplus):
     grads, residues = made_up([5000], tf.float32)
     offsets = tf.zeros([100 + surplus], tf.uint8)
     with pytest.raises(tf.errors.InvalidArgumentError, match="exactly one leader's offsets"):
-        kernel(geometries).take(residues, grads, Units(1.0), offsets, tf.float32)
+        kernel(geometries).take_and_accumulate(grads, residues, Units(1.0), NO, offsets)
 
 
 @pytest.mark.parametrize(
     ("numel", "rate", "lane"),
     [(5000, 50, 3), (100_000, 50, 1000), (6401, 100, 64), (700, 2.5, 279)],
 )
-@pytest.mark.parametrize("move", ["take", "take_and_accumulate", "scatter"])
+@pytest.mark.parametrize("move", ["take_and_accumulate", "scatter"])
 def test_offsets_outside_of_their_lanes_are_refused(numel, rate, lane, move):
     """Offsets come from other ranks and from files. Following wrong ones would overwrite memory."""
     shape = geometry(numel, rate, "lanes")
@@ -260,12 +256,10 @@ def test_offsets_outside_of_their_lanes_are_refused(numel, rate, lane, move):
     with pytest.raises(
         tf.errors.InvalidArgumentError, match="offsets that lie outside of their lanes"
     ):
-        if move == "take":
-            made.take(residues, grads, Units(1.0), offsets, tf.float32)
-        elif move == "scatter":
+        if move == "scatter":
             made.scatter(grads, Units(1.0), offsets, tf.zeros([shape.k]))
         else:
-            made.take_and_accumulate(grads, residues, Units(1.0), YES, offsets, tf.float32)
+            made.take_and_accumulate(grads, residues, Units(1.0), YES, offsets)
 
 
 def test_the_libraries_leave_the_processors_modes_alone():
@@ -285,20 +279,18 @@ def test_the_operations_refuse_tensors_of_other_sizes():
     with pytest.raises(
         tf.errors.InvalidArgumentError, match="a gradient does not have the size of its variable"
     ):
-        NativeKernel(geometries_of([5001], 50)).accumulate(grads, residues, Units(1.0), YES)
+        NativeKernel(geometries_of([5001], 50)).choose(grads, residues, Units(1.0), YES)
     with pytest.raises(
         tf.errors.InvalidArgumentError, match="a residue does not have the size of its variable"
     ):
-        NativeKernel(geometries_of([5000], 50)).accumulate(
-            grads, [residues[0][1:]], Units(1.0), YES
-        )
+        NativeKernel(geometries_of([5000], 50)).choose(grads, [residues[0][1:]], Units(1.0), YES)
 
 
 def test_exact_selection_takes_the_largest_of_all():
     geometries = geometries_of([5000], 50, "exact")
     grads, residues = made_up([5000], tf.float32)
     made = kernel_for("CPU", "exact", same_width=True)(geometries)
-    _, offsets, _ = made.accumulate(grads, residues, Units(1.0), YES)
+    offsets = made.choose(grads, residues, Units(1.0), YES)
     expected = select(residues[0].numpy() + grads[0].numpy(), geometries["t0"], "exact")
     np.testing.assert_array_equal(offsets.numpy().view(np.int32), expected)
 

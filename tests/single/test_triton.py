@@ -65,16 +65,16 @@ def compile_only(self, *arguments, warmup, **options):
 JITFunction.run = compile_only
 
 sys.path.insert(0, sys.argv[1])
-from test_kernels import DTYPES, all_moves, integer_moves, residue_dtype
+from test_kernels import DTYPES, all_moves, residue_dtype
 from scalecom_hvd.exchange.triton_kernel import TritonKernel
 from scalecom_hvd.lanes import geometry
 
 for dtype in DTYPES:
     residue = torch.zeros(900, dtype=residue_dtype(dtype))
     lanes = [geometry(900, 7, "lanes")]
-    for choose in range(4):
-        all_moves(TritonKernel, [residue.to(dtype)], [residue], lanes, 0.3, 0.5, choose)
-    integer_moves(TritonKernel, [residue.to(dtype)], [residue], lanes, 0.3, 0.5, 3, 1.0)
+    for chooses, levels in ((False, 0), (True, 0), (False, 3), (True, 3)):
+        tensors = [residue.to(dtype)], [residue]
+        all_moves(TritonKernel, *tensors, lanes, 0.3, 0.5, chooses, 1.0, levels)
 
 for name, grad, asm in compiled.values():
     if kind == "hip":
@@ -91,7 +91,7 @@ for name, grad, asm in compiled.values():
     assert "fma." not in ptx, f"{name} for {grad} has a fused multiply-add"
     assert ".ftz" not in ptx, f"{name} for {grad} flushes denormals"
     wide = {"fp32": "v4.b32", "fp64": "v2.b64"}.get(str(grad), "v2.b32")
-    moves_wide = name in ("take_tiles", "measure_blocks") or f"global.{wide}" in ptx
+    moves_wide = name == "measure_blocks" or f"global.{wide}" in ptx
     assert moves_wide, f"{name} for {grad} does not move {wide}"
 print(len(compiled), "kernels")
 """

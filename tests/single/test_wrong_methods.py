@@ -72,9 +72,8 @@ class ReceivesNothing(Right):
 
 class DoesNotReceiveInPlace(Right):
     def step(self, bucket, collectives, state):
-        yield from bucket.accumulate()
         offsets = yield from collectives.broadcast(torch.zeros_like(bucket.new_offsets()), 0)
-        yield from bucket.take(offsets)
+        yield from bucket.take_and_accumulate(offsets)
         yield from collectives.average_taken()
 
 
@@ -84,11 +83,11 @@ class DoesNotWait(Right):
         collectives.average(torch.ones(3), "mean")
 
 
-class DoesNotAccumulate(Right):
+class DoesNotTake(Right):
     def step(self, bucket, collectives, state):
-        bucket.accumulate()
         offsets = yield from collectives.broadcast(torch.zeros_like(bucket.new_offsets()), 0)
-        bucket.receive(offsets, (yield from bucket.take(offsets)))
+        bucket.take_and_accumulate(offsets)
+        bucket.receive(offsets, (yield from collectives.average_taken()))
 
 
 class ReceivesAWait(Right):
@@ -180,7 +179,7 @@ WRONG = {
     ReceivesNothing: (RuntimeError, r"ended without bucket\.receive"),
     DoesNotReceiveInPlace: (RuntimeError, r"ended without bucket\.receive"),
     DoesNotWait: (RuntimeError, "did not wait for 'mean'"),
-    DoesNotAccumulate: (RuntimeError, "must come after `yield from bucket.accumulate"),
+    DoesNotTake: (RuntimeError, "must come after `yield from bucket.take_and_accumulate"),
     ReceivesAWait: (TypeError, "is a `yield from` missing"),
     SendsLess: (ValueError, r"there are \(1,\) values for \(10,\) indices"),
     ReceivesLess: (ValueError, r"there are \(1,\) values for \(3000,\) indices"),
@@ -275,27 +274,6 @@ def test_the_state_of_a_subclass_of_scalecom_is_checked():
     state["method_state"]["tensors"]["seen"]["a"] = torch.zeros(3)
     with pytest.raises(ValueError, match="the method's state of a is"):
         own.load_state_dict(state)
-
-
-def test_a_subclass_of_scalecom_that_takes_values_as_they_are_is_told_so():
-    """The paper's form sends values as they are. In few bits they would overwrite integers."""
-
-    class AsThePaper(ScaleCom):
-        def step(self, bucket, collectives, state):
-            return self.cyclic(bucket, collectives)
-
-    def steps(**settings):
-        simulation = Simulation(
-            2,
-            lambda rank: {"w": torch.nn.Parameter(torch.zeros(60, 50))},
-            compression=AsThePaper,
-            **settings,
-        )
-        return simulation.step([{"w": torch.ones(60, 50)}] * 2)[0]["w"]
-
-    with pytest.raises(RuntimeError, match="give bits=32"):
-        steps(bits=3)
-    assert steps(bits=32).count_nonzero() == 30
 
 
 def test_a_method_that_does_not_take_few_bits_has_them_refused():

@@ -12,8 +12,8 @@ import torch
 from test_kernels import (
     all_moves,
     at_the_limit,
-    integer_moves,
     kernel_on,
+    moved,
     new_offsets,
     residue_dtype,
 )
@@ -29,12 +29,11 @@ from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.triton_kernel import TritonKernel
 from scalecom_hvd.integers import levels_of
 from scalecom_hvd.lanes import geometry
-from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_AHEAD, CHOOSE_NOTHING, CHOOSE_RESIDUE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 RATES = [1, 2, 2.5, 7, 100, 300, 70_000]
-CHOICES = [CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE, CHOOSE_AHEAD]
+CHOICES = [False, True]
 # The interpreter takes about 10 ms per tile, or per 8 rows of a last group, so not all combinations
 # are tested.
 SMALL = [(numel, rate) for numel in (1, 2, 63, 64, 65) for rate in RATES]
@@ -50,7 +49,7 @@ LARGE = [
     (700, 70_000),
 ]
 LARGE += [(20_000, 100), (20_000, 300)]
-CASES = [(*shape, CHOICES[i % 3]) for i, shape in enumerate(SMALL)] + [
+CASES = [(*shape, CHOICES[i % 2]) for i, shape in enumerate(SMALL)] + [
     (*shape, choose) for shape in LARGE for choose in CHOICES
 ]
 
@@ -144,11 +143,11 @@ def test_integers_are_those_of_plain_torch_to_the_bit(dtype, bits, rate):
     residues[0][:300] *= 1e-38  # denormal, so that scales are zero
     grads[0][:300] *= 1e-30
     grads[0][310], residues[0][320] = float("nan"), float("inf")
-    levels = levels_of(bits)
-    expected = integer_moves(TorchKernel, grads, residues, shapes, 0.3, 0.5, levels, 7 / 3)
+    how = shapes, 0.3, 0.5, True, 7 / 3, levels_of(bits)
+    expected = all_moves(TorchKernel, grads, residues, *how)
     with torch.device(DEVICE):
         there = ([tensor.to(DEVICE) for tensor in tensors] for tensors in (grads, residues))
-        ours = integer_moves(TritonKernel, *there, shapes, 0.3, 0.5, levels, 7 / 3)
+        ours = all_moves(TritonKernel, *there, *how)
     assert ours[0] == expected[0] > 0
     for mine, plain in zip(ours[1], expected[1], strict=True):
         assert torch.equal(mine.cpu(), plain)
@@ -157,7 +156,7 @@ def test_integers_are_those_of_plain_torch_to_the_bit(dtype, bits, rate):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shift", [1, 2])
 def test_gradients_may_lie_anywhere(dtype, shift):
-    assert_alike([geometry(7000, 100, "lanes")], [dtype], CHOOSE_AHEAD, shift=shift)
+    assert_alike([geometry(7000, 100, "lanes")], [dtype], True, shift=shift)
 
 
 def freezing_the_second(kernel):
@@ -229,68 +228,55 @@ def test_what_is_beyond_the_largest_counts_as_not_finite(dtype, numel):
     taken, beyond, scale = at_the_limit(dtype)
     grad, shape = some(numel, dtype), geometry(numel, 7, "lanes")
     grad[:4] = torch.tensor([taken, -taken, beyond, -beyond], dtype=torch.float64).to(dtype)
-    offsets = new_offsets(shape)
-
-    def accumulate_and_roll_back(kernel):
-        chosen = offsets.to(DEVICE if isinstance(kernel, TritonKernel) else "cpu")
-        bad = torch.as_tensor(kernel.accumulate(0.5, CHOOSE_ACCUMULATOR, chosen))
-        values = torch.zeros(shape.k, dtype=residue_dtype(dtype))
-        kernel.take(0.5, 0.5, 0.0, Wire(chosen, values))
-        kernel.roll_back()
-        assert int(bad) == 2
-        return bad, chosen, values
-
-    for ours, plain in on_both(
-        accumulate_and_roll_back, some(numel, residue_dtype(dtype)), grad, shape, scale
-    ):
+    results = []
+    for kernel, device in ((TritonKernel, DEVICE), (TorchKernel, "cpu")):
+        with torch.device(device):
+            residue = torch.ones(numel, dtype=residue_dtype(dtype))
+            made, bad, values = moved(kernel, grad.to(device), residue, shape, 0.5, scale)
+            assert bad == 2
+            results.append([values.cpu(), residue.cpu().clone()])
+            made.roll_back()
+            results[-1].append(residue.cpu())
+    for ours, plain in zip(*results, strict=True):
         assert torch.equal(ours, plain)
         assert ours.isfinite().all()
 
 
-@pytest.mark.parametrize("accumulated", [False, True])
-@pytest.mark.parametrize("taken", [False, True])
-def test_what_was_done_is_rolled_back(accumulated, taken):
-    shape = geometry(900, 7, "lanes")
-    values = torch.zeros(shape.k, device=DEVICE)
-
-    def roll_back(kernel):
-        ours = isinstance(kernel, TritonKernel)
-        wire = Wire(*(t if ours else t.cpu() for t in (new_offsets(shape).to(DEVICE), values)))
-        if accumulated:
-            kernel.accumulate(0.3, CHOOSE_NOTHING, None)
-        if taken:
-            kernel.take(0.3, 0.7, 0.0, wire)
-        kernel.roll_back()
-        return ()
-
-    for ours, plain in on_both(roll_back, torch.randn(900), torch.randn(900), shape, 0.5):
-        assert torch.equal(ours, plain)
+@pytest.mark.parametrize("keep_gradients", [False, True])
+def test_what_was_done_is_rolled_back(keep_gradients):
+    shape, (grad, before) = geometry(900, 7, "lanes"), torch.randn(2, 900)
+    results = []
+    for kernel, device in ((TritonKernel, DEVICE), (TorchKernel, "cpu")):
+        with torch.device(device):
+            residue = before.to(device, copy=True)
+            made, _, _ = moved(kernel, grad.to(device), residue, shape, 0.3, 0.5)
+            made.roll_back(keep_gradients)
+            results.append(residue.cpu())
+            made.roll_back()  # there is nothing more
+            assert torch.equal(residue.cpu(), results[-1])
+    assert torch.equal(*results)
+    expected = before + 0.3 * 0.5 * grad if keep_gradients else before
+    torch.testing.assert_close(results[0], expected)
 
 
-@pytest.mark.parametrize("move", ["accumulate", "take", "take_and_accumulate"])
-def test_a_launch_that_fails_is_not_rolled_back(move, monkeypatch):
+def test_a_launch_that_fails_is_not_rolled_back(monkeypatch):
     """Two dtypes need two launches."""
     shape = geometry(900, 7, "lanes")
-    offsets = new_offsets(shape, shape).to(DEVICE)
-    values = torch.zeros(2 * shape.k, device=DEVICE)
+    wire = Wire(new_offsets(shape, shape).to(DEVICE), torch.zeros(2 * shape.k, device=DEVICE))
     residues = [torch.randn(900, device=DEVICE) for _ in range(2)]
     before = [residue.clone() for residue in residues]
     slots = [TensorSlot(own, shape, i * shape.k, i * shape.k) for i, own in enumerate(residues)]
     grads = [torch.randn(900, device=DEVICE), torch.randn(900, device=DEVICE).bfloat16()]
     kernel = TritonKernel(slots, [grad.dtype for grad in grads])
     kernel.begin(grads, [False, False], 1.0)
-    arguments = {
-        "accumulate": (0.3, CHOOSE_NOTHING, None),
-        "take": (0.3, 0.7, 0.0, Wire(offsets, values)),
-        "take_and_accumulate": (0.3, 0.0, Wire(offsets, values), CHOOSE_NOTHING, None),
-    }[move]
 
-    def no_memory():
+    def no_memory(*arguments, **constants):
         raise torch.OutOfMemoryError("made up")
 
-    monkeypatch.setattr(kernel._parts[1][0], "_new_count", no_memory)
-    with pytest.raises(torch.OutOfMemoryError, match="made up"):
-        getattr(kernel, move)(*arguments)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel._parts[1][0], "_launch_pass", no_memory)
+        with pytest.raises(torch.OutOfMemoryError, match="made up"):
+            kernel.take_and_accumulate(0.3, 0.0, wire)
     assert not torch.equal(residues[0], before[0])
     kernel.roll_back()
     assert torch.equal(residues[1], before[1])
@@ -331,20 +317,17 @@ def steps(device, lookahead):
         parameters["1"].requires_grad_(step != 3)
         bucket.begin(0.5, grads=grads)
         if lookahead and step == 0:
-            ahead = bucket.choose_without_accumulating()
+            ahead = finished(bucket.select())
             bucket.commit()
             bucket.begin(0.5, grads=grads)
-        if lookahead:
-            offsets = ahead
-            values, chosen = finished(bucket.take_and_accumulate(offsets, choose=True))
-        else:
-            offsets = chosen = finished(bucket.accumulate(choose=True))
-            values = finished(bucket.take(offsets))
-        seen += [torch.as_tensor(bucket.bad), offsets, chosen, values]
+        offsets = ahead if lookahead else finished(bucket.select())
+        chosen = finished(bucket.take_and_accumulate(offsets, choose=lookahead))
+        chosen = chosen if lookahead else offsets
+        seen += [torch.as_tensor(bucket.bad), offsets, chosen, bucket.taken]
         if step == 2:
             bucket.roll_back()
         else:
-            bucket.receive(offsets, values)
+            bucket.receive(offsets, bucket.taken)
             bucket.commit()
             ahead = chosen
         seen += [*grads.values(), *(tensor.residue for tensor in bucket.tensors)]
@@ -364,7 +347,7 @@ def test_steps_agree_with_the_native_kernel(lookahead, monkeypatch):
         assert torch.equal(mine, native)
 
 
-MOVES = ["begin", "accumulate", "take", "take_and_accumulate", "scatter", "roll_back", "commit"]
+MOVES = ["begin", "choose", "take_and_accumulate", "scatter", "roll_back"]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device: only there can a move wait for one")

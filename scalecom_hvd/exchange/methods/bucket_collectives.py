@@ -90,7 +90,7 @@ class BucketCollectives:
         return self._wait(name, work, "values", values)
 
     def average_taken(self) -> Wait[torch.Tensor]:
-        """Average what `bucket.take` gave, in place. Tensors sent whole travel behind it.
+        """Average a copy of `bucket.taken`. Tensors sent whole travel behind it.
 
         Pass the result to `bucket.receive`.
         """

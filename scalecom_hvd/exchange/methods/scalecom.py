@@ -2,8 +2,8 @@
 
 Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient
 Distributed Training", NeurIPS 2020, arXiv 2104.11125. Numbers in the comments are those of the
-steps in `ScaleCom`'s docstring. reference.py and bucket.py instead number the two moves of step
-(5). Imports base and the rooms below.
+steps in `ScaleCom`'s docstring. reference.py and bucket.py instead number the two moves of steps
+(3) and (5). Imports base and the rooms below.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ class ScaleCom(Method):
         (4)  g     = (1/n) sum_i v_i at I         one all-reduce; zero elsewhere
         (5)  m_i   = (1 - beta) m_i + beta (acc_i - v_i)        the low-pass filter (eq. 5)
 
-    Step (5) is computed in two moves that need no accumulator. The first is m <- m + beta g, and
-    the leader chooses in the same pass. The second is v = m + (1 - beta) g at I, which equals acc
-    there, and m <- m - beta v at I.
+    Steps (3) and (5) are one pass that needs no accumulator: v = m + g and m <- m - beta v at I,
+    then m <- m + beta g everywhere.
 
     A residue holds beta times what waits to be sent, so v_i is g_i plus beta times what waits. With
     `flush`, which is not in the paper, v_i is g_i plus all that waits, at indices where m_i and g_i
@@ -96,30 +95,14 @@ class ScaleCom(Method):
             return self.look_ahead(bucket, collectives, state)
         if self.quantiser.rounds:
             return self.quantised(bucket, collectives)
-        if self.config.levels:
-            return self.integers(bucket, collectives)
         return self.cyclic(bucket, collectives)
 
     def cyclic(self, bucket: Bucket, collectives: BucketCollectives) -> Step[None]:
         """The leader chooses in this step, for this step."""
-        leader = collectives.leader()
-        if collectives.leads():
-            chosen = yield from bucket.accumulate(choose=True)  # (1), (2)
-            travelling = collectives.broadcast_choice(chosen, leader)
-        else:
-            travelling = collectives.broadcast_choice(bucket.new_offsets(), leader)
-            yield from bucket.accumulate()  # (1), while the offsets travel
-        offsets = yield from travelling
-        yield from bucket.take(offsets)  # (3), (5)
-        averages = yield from collectives.average_taken()  # (4)
-        bucket.receive(offsets, averages)
-
-    def integers(self, bucket: Bucket, collectives: BucketCollectives) -> Step[None]:
-        """As `cyclic`, with values of few bits. The leader chooses before any rank does (1)."""
         leads = collectives.leads()
-        chosen = (yield from bucket.select()) if leads else bucket.new_offsets()  # (2)
+        chosen = (yield from bucket.select()) if leads else bucket.new_offsets()  # (1), (2)
         offsets = yield from collectives.broadcast_choice(chosen, collectives.leader())
-        yield from bucket.take_and_accumulate(offsets)  # (3), (1), (5)
+        yield from bucket.take_and_accumulate(offsets)  # (3), (5)
         averages = yield from collectives.average_taken()  # (4)
         bucket.receive(offsets, averages)
 
@@ -131,7 +114,7 @@ class ScaleCom(Method):
         # Taking comes first, so that the next leader chooses from residues that this step's values
         # have left. Both come before the all-reduce, because they count what is not finite.
         leads = collectives.leads(later=1)
-        _, chosen = yield from bucket.take_and_accumulate(offsets, leads)  # (3), (1), (5), (2)
+        chosen = yield from bucket.take_and_accumulate(offsets, leads)  # (3), (5), (1), (2)
         travelling = collectives.average_taken()
         next_state = self._broadcast_ahead(bucket, collectives, state, chosen)
         averages = yield from travelling  # (4)
@@ -153,9 +136,8 @@ class ScaleCom(Method):
         if not self.config.lookahead or state.whole_next or not bucket.tensors:
             return None
         leads = collectives.leads(later=1)
-        chosen = bucket.choose_without_accumulating() if leads else None
+        chosen = (yield from bucket.select()) if leads else None
         return self._broadcast_ahead(bucket, collectives, state, chosen)
-        yield  # which makes it a generator
 
     def _broadcast_ahead(
         self,
