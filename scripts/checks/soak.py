@@ -1,14 +1,12 @@
-"""make soak: trains elastically for minutes under faults, and checks that all of them are survived.
+"""make soak: trains for minutes while workers are killed, stopped, added and sent home.
 
-Workers are killed, stopped, added and sent home. Gradients overflow or are missing.
-
-Jobs follow each other, one for each way of using ScaleCom (`PLANS`). Horovod's jobs go on with the
-workers that are left. torchrun starts all workers again, and each goes on from its own checkpoint.
-The workers (soak_worker.py, soak_tensorflow_worker.py, soak_torchrun_worker.py) check after every
-step that nothing was lost. This script reads their diaries: weights must be equal on all ranks at
-every commit, losses must fall, and memory must not grow. It ends with a table of faults, and with
-exit code 1 if any was not survived. If a job has complaints, its folder is kept. It holds the log,
-and every worker's diary and checkpoint.
+Jobs follow each other, one for each way of using ScaleCom in PyTorch (`PLANS`). Horovod's jobs go
+on with the workers that are left. torchrun starts all workers again, and each goes on from its own
+checkpoint. The workers (soak_worker.py) check after every step that nothing was lost. This script
+reads their diaries: weights must be equal on all ranks at every commit. It ends with a table of
+faults, and with exit code 1 if any was not survived. If a job has complaints, its folder is kept.
+It holds the log, and every worker's diary and checkpoint. where-PID says where a worker's threads
+were at the end.
 
     python scripts/checks/soak.py --minutes 3 --ranks 4
     python scripts/checks/soak.py --minutes 3 --only "local steps" --seed 5
@@ -20,102 +18,127 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import enum
 import json
-import math
 import os
-import pickle
 import random
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from soak_faults import Plan, Point, points_of
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
 
 import launch
 
-COMPRESSED = {"rate": 20, "bits": 3}
-AS_THEY_ARE = {"rate": 20, "bits": 32}
-AHEAD = COMPRESSED | {
-    "lookahead": True,
-    "leader": "staggered",
-    "bucket_bytes": 10_000,
-    "beta": 0.5,
-}
+# Seconds until training starts, or goes on after a fault, at most.
+LIMIT = 120
+# Only the neighbours of a dying worker notice its death at once. Horovod's other workers wait for
+# so many seconds, and a newcomer may take as long to start.
+GLOO_TIMEOUT = 25
+Diary = list[dict[str, Any]]
+
+
+class Point(enum.StrEnum):
+    """Where in a step a worker may be told to die, or to wait."""
+
+    BACKWARD = "in backward"  # before anything is sent
+    EXCHANGE = "as the leader between its choice and the averages"
+    SIGNAL = "before it signals"  # how it stands
+    AVERAGES = "while averages are made"
+    SAVING = "while a checkpoint is written"
+
+
+@dataclasses.dataclass
+class Plan:
+    """What a job does.
+
+    Attributes:
+        optimizer: "drop-in"; "stock": Horovod's own; "local steps"; and under torchrun "torchrun",
+            the optimizer of scalecom_hvd.ddp, or "DDP hook".
+        method: as module:class.
+        last: the batch after which training ends.
+        random_faults: whether gradients overflow, or are missing, at random.
+        deaths: {host: [batch, point]}, for a job whose course is known beforehand.
+        grow_at: the batch before which two workers wait for another one.
+    """
+
+    optimizer: str = "drop-in"
+    method: str = "scalecom_hvd.torch:ScaleCom"
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    commit_every: int = 5
+    last: int | None = None
+    seed: int = 0
+    random_faults: bool = True
+    deaths: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    grow_at: int | None = None
+    local_steps: int | None = None
+    overlap: int = 0
+    fragments: int = 1
+
+    @property
+    def elastic(self) -> bool:
+        """Whether Horovod runs it, not torchrun."""
+        return self.optimizer not in ("torchrun", "DDP hook")
+
+    @property
+    def points(self) -> list[Point]:
+        """The points that a worker of this plan reaches in every step."""
+        signals = self.optimizer != "DDP hook" and self.local_steps is None
+        missing = {Point.SIGNAL: not signals, Point.AVERAGES: self.optimizer == "stock"}
+        return [point for point in Point if not missing.get(point)]
+
+
+COMPRESSED, AS_THEY_ARE = {"rate": 20, "bits": 3}, {"rate": 20, "bits": 32}
+AHEAD = COMPRESSED | {"lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5}
+TRAVELS = {"local_steps": 6, "overlap": 2, "fragments": 2}
 PLANS = [
     Plan(settings=AS_THEY_ARE),
     Plan(settings=AHEAD),
-    Plan(optimizer="stock", settings=COMPRESSED),
-    Plan(optimizer="local steps", settings=AS_THEY_ARE, local_steps=3),
-    Plan(optimizer="local steps", settings=COMPRESSED, local_steps=6, overlap=2, fragments=2),
-    Plan(optimizer="torchrun", settings=COMPRESSED),
-    Plan(optimizer="torchrun", settings=AHEAD),
-    Plan(optimizer="torchrun", settings=AS_THEY_ARE, local_steps=6, overlap=2, fragments=2),
-    Plan(optimizer="DDP hook", settings=COMPRESSED),
-    Plan(optimizer="TensorFlow", settings=COMPRESSED),
-    Plan(optimizer="TensorFlow", settings=AHEAD),
+    Plan("stock", settings=COMPRESSED),
+    Plan("local steps", settings=AS_THEY_ARE, local_steps=3),
+    Plan("local steps", settings=COMPRESSED, **TRAVELS),
+    Plan("torchrun", settings=COMPRESSED),
+    Plan("torchrun", settings=AHEAD),
+    Plan("torchrun", settings=AS_THEY_ARE, **TRAVELS),
+    Plan("DDP hook", settings=COMPRESSED),
 ]
-
-
-WHERE = {
-    Point.BACKWARD: "in backward",
-    Point.EXCHANGE: "as the leader between its choice and the averages",
-    Point.SIGNAL: "before it signals",
-    Point.AVERAGES: "while averages are made",
-    Point.SAVING: "while a checkpoint is written",
-}
-
-
-class Framework(NamedTuple):
-    """A worker's program, and its times in seconds.
-
-    limit: the longest time until training starts, or goes on after a fault.
-    calm: the longest time between two faults.
-    gloo_timeout: only the neighbours of a dying worker notice its death at once. The other workers
-        wait this long, and a newcomer may take this long to start. None: torchrun runs the workers,
-        and starts all of them again.
-    """
-
-    worker: str
-    limit: float
-    calm: float
-    gloo_timeout: int | None
-
-
-PYTORCH = Framework("soak_worker.py", 120, 2, 25)
-TORCHRUN = Framework("soak_torchrun_worker.py", 120, 2, None)
-TENSORFLOW = Framework("soak_tensorflow_worker.py", 200, 8, 40)
-MEGABYTES_PER_1000_STEPS = 5.0
-
-Diary = list[dict[str, Any]]
 
 
 class Job:
     """A job on this machine with workers that may die.
 
-    Under Horovod every worker has a host of its own, because Horovod gives up the host of a worker
-    that died.
+    Its folder holds `hosts`, which Horovod's host discovery shows; `order-PID`, which tells a
+    worker where to die; `stop`, which ends the job; checkpoints; and every worker's diary, with a
+    JSON object per line. Under Horovod every worker has a host of its own, because Horovod gives up
+    the host of a worker that died. So it gets names of this machine that Horovod takes for
+    different ones: 127.0.0.1, 127.0.00.1, ...
     """
 
     def __init__(self, folder: Path, plan: Plan, ranks: int) -> None:
-        self.folder, self._names = folder, _loopback_names()
+        self.folder, self.elastic = folder, plan.elastic
         self.log = (folder / "log").open("w+", errors="replace")
-        framework = framework_of(plan)
-        self.elastic = framework.gloo_timeout is not None
-        worker = Path(__file__).with_name(framework.worker)
+        worker = Path(__file__).with_name("soak_worker.py")
         program = [str(worker), str(folder), json.dumps(dataclasses.asdict(plan))]
         if self.elastic:
-            command = self._horovodrun(ranks, framework.gloo_timeout, program)
+            self.hosts: list[str] = []
+            self.hosts_so_far = 0
+            for _ in range(ranks):
+                self.add_host()
+            discover = folder / "discover.sh"
+            discover.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
+            discover.chmod(0o755)
+            command = [launch.find("horovodrun"), "--gloo", "-np", str(ranks)]
+            command += ["--min-np", str(min(2, ranks)), "--max-np", str(ranks)]
+            command += ["--gloo-timeout-seconds", str(GLOO_TIMEOUT)]
+            command += ["--host-discovery-script", str(discover), sys.executable, *program]
         else:
             command = launch.command("torchrun", ranks, program)
             command[3:3] = ["--max-restarts", "1000"]
@@ -130,42 +153,16 @@ class Job:
             start_new_session=True,
         )
 
-    def _horovodrun(self, ranks: int, gloo_timeout: int, program: list[str]) -> list[str]:
-        self.hosts = [next(self._names) for _ in range(ranks)]
-        self._show_hosts()
-        discover = self.folder / "discover.sh"
-        discover.write_text(f"#!/bin/sh\ncat {self.folder}/hosts\n")
-        discover.chmod(0o755)
-        command = [
-            launch.find("horovodrun"),
-            "--gloo",
-            "-np",
-            ranks,
-            "--min-np",
-            min(2, ranks),
-            "--max-np",
-            ranks,
-            "--gloo-timeout-seconds",
-            gloo_timeout,
-            "--host-discovery-script",
-            discover,
-            sys.executable,
-            *program,
-        ]
-        return [str(part) for part in command]
-
-    def _show_hosts(self) -> None:
-        part = self.folder / "hosts.part"
-        part.write_text("".join(f"{host}:1\n" for host in self.hosts))
-        part.replace(self.folder / "hosts")
-
     def add_host(self) -> None:
-        self.hosts.append(next(self._names))
-        self._show_hosts()
+        self.hosts_so_far += 1
+        self._show([*self.hosts, f"127.0.{'0' * self.hosts_so_far}.1"])
 
     def remove_host(self, host: str) -> None:
-        self.hosts.remove(host)
-        self._show_hosts()
+        self._show([other for other in self.hosts if other != host])
+
+    def _show(self, hosts: list[str]) -> None:
+        self.hosts = hosts
+        write_whole(self.folder / "hosts", "".join(f"{host}:1\n" for host in hosts))
 
     def diaries(self) -> dict[int, Diary]:
         """What every worker has written so far, by its process number."""
@@ -175,12 +172,6 @@ class Job:
         """{process number: host} of the living workers that have begun to train."""
         begun = {pid: diary[0]["host"] for pid, diary in self.diaries().items() if diary}
         return {pid: host for pid, host in begun.items() if self._is_worker(pid)}
-
-    def order(self, pid: int, deed: str, point: Point) -> None:
-        """Tell a worker to "die", or to "wait", at a point of its next step."""
-        part = self.folder / f"order-{pid}.part"
-        part.write_text(f"{deed} {point}")
-        part.replace(self.folder / f"order-{pid}")
 
     def _is_worker(self, pid: int) -> bool:
         """Whether the worker lives. Its number may belong to another process by now."""
@@ -193,24 +184,23 @@ class Job:
     def running(self) -> bool:
         return self._process.poll() is None
 
-    def stop(self, limit: float) -> int | None:
-        """Let the workers end at their next commit. Return the exit code; None: they did not."""
-        (self.folder / "stop").touch()
-        return self.wait(limit)
-
     def wait(self, limit: float) -> int | None:
+        """The exit code; None if the job does not end in time."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(limit)
         return self._process.poll()
 
     def tell_where(self) -> None:
-        """Make every living worker write into the log where its threads are."""
+        """Make every living worker write where its threads are, however busy the machine is."""
         for pid in self.workers():
-            os.kill(pid, signal.SIGUSR1)
-            time.sleep(0.5)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        files = {pid: self.folder / f"where-{pid}" for pid in self.workers()}
+        end = time.time() + 60
+        while time.time() < end and any(not file.stat().st_size for file in files.values()):
+            time.sleep(0.1)
 
     def output(self) -> str:
-        self.log.flush()
         return Path(self.log.name).read_text(errors="replace")
 
     def close(self) -> None:
@@ -224,17 +214,11 @@ class Job:
         self.log.close()
 
 
-def framework_of(plan: Plan) -> Framework:
-    others = {"TensorFlow": TENSORFLOW, "torchrun": TORCHRUN, "DDP hook": TORCHRUN}
-    return others.get(plan.optimizer, PYTORCH)
-
-
-def _loopback_names() -> Iterator[str]:
-    """Names of this machine that Horovod takes for different ones: 127.0.0.1, 127.0.00.1, ..."""
-    zeros = "0"
-    while True:
-        yield f"127.0.{zeros}.1"
-        zeros += "0"
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that others read at any time."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
@@ -247,86 +231,42 @@ def of(diary: Diary, event: str) -> Diary:
     return [entry for entry in diary if entry["event"] == event]
 
 
-# What a job's diaries say.
-
-
 @dataclasses.dataclass
 class Findings:
-    """What a job's diaries say. complaints: what was wrong."""
+    """What a job's diaries say. compared: at how many commits. complaints: what was wrong."""
 
     steps: int
     compared: int
-    faults: collections.Counter
-    growth: float
     complaints: list[str]
 
 
 def judge(diaries: dict[int, Diary], folder: Path) -> Findings:
     """Compare what the workers wrote."""
-    commits = collections.defaultdict(dict)
-    for pid, diary in diaries.items():
+    commits = collections.defaultdict(list)
+    for diary in diaries.values():
         for commit in of(diary, "commit"):
-            commits[commit["generation"], commit["batch"]][pid] = commit
+            commits[commit["generation"], commit["batch"]].append(commit)
     shared = {key: told for key, told in commits.items() if len(told) > 1}
     complaints = [
         f"weights differ between ranks at batch {batch}"
         for (_, batch), told in shared.items()
-        if len({commit["weights"] for commit in told.values()}) > 1
+        if len({commit["weights"] for commit in told}) > 1
     ]
     complaints += [
         f"batch {entry['batch']}, rank {entry['rank']} of {entry['size']}: {entry['complaint']}"
         for diary in diaries.values()
         for entry in of(diary, "violation")
     ]
-    by_time = sorted(
-        (commit for told in commits.values() for commit in told.values()),
-        key=lambda commit: commit["time"],
-    )
-    losses = [commit["loss"] for commit in by_time if math.isfinite(commit["loss"])]
-    # A busy machine takes too few steps to learn anything.
-    if min(len(commits), len(losses)) >= 8:
-        first, last = (
-            statistics.median(part)
-            for part in (losses[: len(losses) // 4], losses[-len(losses) // 4 :])
-        )
-        if last >= first:
-            complaints.append(
-                f"the loss does not fall: {first:g} in the first quarter, {last:g} in the last"
-            )
-    for path in [*folder.glob("checkpoint-*.pt"), *folder.glob("checkpoint-*.pickle")]:
+    for path in folder.glob("checkpoint-*.pt"):
         try:
-            torch.load(path, weights_only=True) if path.suffix == ".pt" else pickle.loads(
-                path.read_bytes()
-            )
+            torch.load(path, weights_only=True)
         except Exception as error:
             complaints.append(f"{path.name} cannot be loaded: {error}")
-    growth = max((_growth(of(diary, "commit")) for diary in diaries.values()), default=0.0)
-    if growth > MEGABYTES_PER_1000_STEPS:
-        complaints.append(f"memory grows by {growth:.1f} MB in 1000 steps")
-    faults = collections.Counter(
-        entry["kind"] for diary in diaries.values() for entry in of(diary, "fault")
-    )
-    steps = sum(
-        max(told.values(), key=lambda commit: commit["made"])["made"] for told in commits.values()
-    )
-    return Findings(steps, len(shared), faults, growth, complaints)
+    steps = sum(max(commit["made"] for commit in told) for told in commits.values())
+    return Findings(steps, len(shared), complaints)
 
 
-def _growth(commits: Diary) -> float:
-    """MB per 1000 steps of one worker, from its tenth commit on; 0 if its life is too short."""
-    lived = commits[10:]
-    steps = sum(commit["made"] for commit in lived)
-    if steps < 1000:  # every start of Horovod takes some memory, the first ones most
-        return 0.0
-    half = len(lived) // 2
-    first, second = (
-        statistics.median(commit["memory"] for commit in part)
-        for part in (lived[:half], lived[half:])
-    )
-    return max(0.0, (second - first) / (steps / 2) * 1000)
-
-
-def _failures(diaries: dict[int, Diary]) -> int:
+def failures(diaries: dict[int, Diary]) -> int:
     """How often torchrun restarted workers that had not come to their end.
 
     Finished workers do not count: PyTorch 2.13 may abort them as their processes end, with and
@@ -339,28 +279,27 @@ def _failures(diaries: dict[int, Diary]) -> int:
     return max(lives) + 1 - sum(map(all, lives.values()))
 
 
-# Faults from outside.
+Alive = dict[int, str]
+"""{process number: host}"""
 
 
 class Trouble:
     """Makes a fault from outside every few seconds, and waits until training goes on."""
 
-    def __init__(
-        self, job: Job, ranks: int, dice: random.Random, points: Sequence[Point] = tuple(Point)
-    ) -> None:
+    def __init__(self, job: Job, ranks: int, dice: random.Random, points: list[Point]) -> None:
         self.job, self.ranks, self.dice, self.points = job, ranks, dice, points
         self.survived: collections.Counter = collections.Counter()
         self.tried: collections.Counter = collections.Counter()
-        self.slowest: dict[str, float] = {}  # seconds until training went on, by kind of fault
         self.restarts = 0  # that torchrun must make
 
     def make(self, limit: float) -> None:
         """Make one fault. Raise TimeoutError if the job has not recovered after `limit` seconds."""
-        alive, generations = self.job.workers(), self._generations()
-        if len(alive) < self.ranks:
+        alive, before = self.job.workers(), self._generations()
+        comes = len(alive) < self.ranks
+        if comes:
             if not self.job.elastic:
                 raise ChildProcessError("a worker ended that nobody killed")
-            kind, spare = "a worker comes", alive
+            kind, spare = "a worker comes", list(alive)
             self.job.add_host()
         else:
             kind = self.dice.choice(list(self._faults()))
@@ -369,49 +308,37 @@ class Trouble:
                 spare = []
                 self.restarts += 1
         self.tried[kind] += 1
-        began = time.time()
-        wanted = set(spare) if kind != "a worker comes" else set()
-        victims = set(alive) - set(spare)
-        # If workers come or go, Horovod starts again. Until it has, nothing else may happen: while
-        # it starts, it forgets what it is told of hosts (0.28.1, common/elastic.py: on_reset).
-        over = generations if victims or kind == "a worker comes" else set()
-        while time.time() - began < limit:
+        began, victims = time.time(), set(alive) - set(spare)
+        while time.time() < began + limit:
             if not self.job.running:
                 raise ChildProcessError(f"the job ended after: {kind}")
+            workers = self.job.workers()
             later = {
                 pid: commit["generation"]
                 for pid, diary in self.job.diaries().items()
                 for commit in of(diary, "commit")[-1:]
-                if commit["time"] > began and pid in self.job.workers()
+                if commit["time"] > began and pid in workers
             }
-            # A worker that was told to die, or that lost its host, still trains for a while.
-            gone = victims.isdisjoint(self.job.workers())
-            together = (
-                len(later) >= 2
-                and len(set(later.values())) == 1
-                and over.isdisjoint(later.values())
-            )
-            gone_on = gone and together and wanted <= later.keys()
-            if gone_on and (kind != "a worker comes" or later.keys() - set(alive)):
+            together = len(later) >= 2 and len(set(later.values())) == 1
+            # A worker that was told to die, or that lost its host, still trains for a while. If
+            # workers come or go, Horovod starts again. Until it has, nothing else may happen: while
+            # it starts, it forgets what it is told of hosts (0.28.1, common/elastic.py: on_reset).
+            gone = victims.isdisjoint(workers)
+            anew = not (victims or comes) or before.isdisjoint(later.values())
+            there = later.keys() - alive.keys() if comes else later.keys() >= set(spare)
+            if together and gone and anew and there:
                 self.survived[kind] += 1
-                self.slowest[kind] = max(self.slowest.get(kind, 0.0), time.time() - began)
                 return
             time.sleep(0.2)
-        if not victims.isdisjoint(self.job.workers()):
-            raise TimeoutError(
-                f"a worker that was to go is still there {limit:.0f} s after: {kind}"
-            )
         raise TimeoutError(f"training did not go on within {limit:.0f} s after: {kind}")
 
     def _generations(self) -> set[str]:
         """One entry for every time that ranks have come together."""
-        return {
-            entry["generation"]
-            for diary in self.job.diaries().values()
-            for entry in of(diary, "begin")
-        }
+        diaries = self.job.diaries().values()
+        return {entry["generation"] for diary in diaries for entry in of(diary, "begin")}
 
-    def _faults(self) -> dict[str, Any]:
+    def _faults(self) -> dict[str, Callable[[Alive], list[int]]]:
+        """What may happen. Each returns the workers that must live on."""
         faults = {
             "kill -9 at any moment": lambda alive: self._kill(alive, 1),
             "a worker stands still for seconds": self._stop,
@@ -419,15 +346,15 @@ class Trouble:
         if self.job.elastic:
             faults["a host is taken away"] = self._remove
         for point in self.points:
-            faults[f"kill -9 {WHERE[point]}"] = lambda alive, point=point: self._order(alive, point)
-            faults[f"a worker stands still {WHERE[point]}"] = lambda alive, point=point: (
-                self._order(alive, point, "wait")
-            )
+            for deed in ("die", "wait"):
+                faults[f"{deed} {point}"] = lambda alive, point=point, deed=deed: self._order(
+                    alive, point, deed
+                )
         if self.ranks >= 4:
             faults["kill -9 of all but two"] = lambda alive: self._kill(alive, len(alive) - 2)
         return faults
 
-    def _kill(self, alive: dict[int, str], count: int) -> list[int]:
+    def _kill(self, alive: Alive, count: int) -> list[int]:
         victims = self.dice.sample(sorted(alive), count)
         time.sleep(self.dice.uniform(0, 0.2))
         for pid in victims:
@@ -435,59 +362,53 @@ class Trouble:
                 os.kill(pid, signal.SIGKILL)
         return [pid for pid in alive if pid not in victims]
 
-    def _order(self, alive: dict[int, str], point: Point, deed: str = "die") -> list[int]:
+    def _order(self, alive: Alive, point: Point, deed: str = "die") -> list[int]:
+        """Tell a worker to die, or to wait, at a point of its next step."""
         victim = self.dice.choice(sorted(alive))
-        self.job.order(victim, deed, point)
+        write_whole(self.job.folder / f"order-{victim}", f"{deed} {point}")
         return [pid for pid in alive if pid != victim or deed == "wait"]
 
-    def _stop(self, alive: dict[int, str]) -> list[int]:
+    def _stop(self, alive: Alive) -> list[int]:
         victim = self.dice.choice(sorted(alive))
         os.kill(victim, signal.SIGSTOP)
         time.sleep(self.dice.uniform(0.5, 8))
         os.kill(victim, signal.SIGCONT)
         return list(alive)
 
-    def _remove(self, alive: dict[int, str]) -> list[int]:
+    def _remove(self, alive: Alive) -> list[int]:
         victim = self.dice.choice(sorted(alive))
         self.job.remove_host(alive[victim])
         return [pid for pid in alive if pid != victim]
 
 
-def watch(
-    plan: Plan, ranks: int, seconds: float, dice: random.Random, bar: tqdm
-) -> tuple[Findings, Trouble]:
+def watch(plan: Plan, ranks: int, seconds: float, dice: random.Random) -> tuple[Findings, Trouble]:
     """Run one job for this many seconds."""
-    folder, began, start = Path(tempfile.mkdtemp(prefix="soak.")), time.time(), bar.n
+    folder, began = Path(tempfile.mkdtemp(prefix="soak.")), time.time()
     job = Job(folder, plan, ranks)
-    trouble = Trouble(job, ranks, dice, points_of(plan))
-    limit, calm = framework_of(plan).limit, framework_of(plan).calm
-    failure = ""
+    trouble = Trouble(job, ranks, dice, plan.points)
+    failure = []
     try:
         while len(job.workers()) < ranks:
-            if not job.running or time.time() > began + limit:
+            if not job.running or time.time() > began + LIMIT:
                 raise TimeoutError("the job did not start")
             time.sleep(0.2)
-        while not trouble.tried or time.time() - began < seconds:
-            time.sleep(dice.uniform(0.5, calm))
-            trouble.make(limit)
-            bar.set_postfix_str(f"{trouble.survived.total()} faults survived")
-            bar.update(round(start + min(time.time() - began, seconds)) - bar.n)
-        if job.stop(limit / 2) != 0:
+        while not trouble.tried or time.time() < began + seconds:
+            time.sleep(dice.uniform(0.5, 2))
+            trouble.make(LIMIT)
+        (folder / "stop").touch()  # workers end at their next commit
+        if job.wait(LIMIT / 2) != 0:
             raise ChildProcessError("the job did not end well")
-        if not job.elastic and _failures(job.diaries()) != trouble.restarts:
+        if not job.elastic and failures(job.diaries()) != trouble.restarts:
             raise ChildProcessError("workers failed that nobody killed")
     except (TimeoutError, ChildProcessError) as error:
         job.tell_where()
-        failure = f"{error}\n{job.output()[-5000:]}"
+        failure = [f"{error}\n{job.output()[-5000:]}"]
     finally:
         job.close()
     findings = judge(job.diaries(), folder)
-    if failure:
-        findings.complaints.append(failure)
+    findings.complaints += failure
     if findings.complaints:
-        findings.complaints.append(
-            f"the log and the diaries of {plan.optimizer} {plan.settings} are in {folder}"
-        )
+        findings.complaints.append(f"the log and the diaries of {plan} are in {folder}")
     else:
         shutil.rmtree(folder)
     return findings, trouble
@@ -497,12 +418,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
+    kinds = sorted({plan.optimizer for plan in PLANS})
     parser.add_argument("--minutes", type=float, default=3, help="how long, in all")
     parser.add_argument("--ranks", type=int, default=4, help="at least 3")
     parser.add_argument("--seed", type=int, default=0, help="of what goes wrong when")
-    parser.add_argument(
-        "--only", choices=sorted({plan.optimizer for plan in PLANS}), help="only jobs of this kind"
-    )
+    parser.add_argument("--only", choices=kinds, help="only jobs of this kind")
     arguments = parser.parse_args()
     if arguments.ranks < 3:
         parser.error("--ranks must be at least 3: one is killed, and two must be left")
@@ -512,56 +432,24 @@ def main() -> int:
     dice = random.Random(arguments.seed)
     plans = [plan for plan in PLANS if arguments.only in (None, plan.optimizer)]
     seconds = arguments.minutes * 60 / len(plans)
-    results = []
-    with tqdm(
-        total=round(arguments.minutes * 60),
-        unit="s",
-        bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} s {postfix}",
-    ) as bar:
-        for number, plan in enumerate(plans):
-            bar.set_description(f"{plan.optimizer} {plan.settings}")
-            results.append(
-                watch(
-                    dataclasses.replace(plan, seed=arguments.seed + number),
-                    arguments.ranks,
-                    seconds,
-                    dice,
-                    bar,
-                )
-            )
-            bar.update(round(seconds * (number + 1)) - bar.n)
-    report(results)
-    return 1 if any(findings.complaints for findings, _ in results) else 0
-
-
-def report(results: list[tuple[Findings, Trouble]]) -> None:
+    steps, compared, complaints = 0, 0, []
     tried, survived = collections.Counter(), collections.Counter()
-    for findings, trouble in results:
-        tried += trouble.tried + findings.faults
-        survived += trouble.survived + (
-            collections.Counter() if findings.complaints else findings.faults
-        )
+    for number, plan in enumerate(plans):
+        plan = dataclasses.replace(plan, seed=arguments.seed + number)
+        findings, trouble = watch(plan, arguments.ranks, seconds, dice)
+        faults = f"{trouble.survived.total()} of {trouble.tried.total()} faults survived"
+        print(f"{plan.optimizer} {plan.settings}: {findings.steps} steps, {faults}", flush=True)
+        steps, compared = steps + findings.steps, compared + findings.compared
+        complaints += findings.complaints
+        tried, survived = tried + trouble.tried, survived + trouble.survived
     width = max(map(len, tried), default=5)
-    print(f"\n{'fault':{width}s}  tried  survived  slowest")
+    print(f"\n{'fault':{width}s}  tried  survived")
     for kind in sorted(tried):
-        slowest = [trouble.slowest[kind] for _, trouble in results if kind in trouble.slowest]
-        print(
-            f"{kind:{width}s}  {tried[kind]:5d}  {survived[kind]:8d}"
-            + (f"  {max(slowest):5.0f} s" if slowest else "")
-        )
-    print(
-        f"\n{sum(f.steps for f, _ in results)} steps, {tried.total()} faults, {survived.total()} "
-        "survived"
-    )
-    print(f"agreement: weights compared at {sum(f.compared for f, _ in results)} commits")
-    print(f"memory: grows by at most {max(f.growth for f, _ in results):.2f} MB in 1000 steps")
-    complaints = [complaint for findings, _ in results for complaint in findings.complaints]
-    print(
-        "what left the residues was compared with what arrived after every step: "
-        f"{len(complaints)} complaints"
-    )
-    for complaint in complaints[:20]:
-        print(f"  {complaint}")
+        print(f"{kind:{width}s}  {tried[kind]:5d}  {survived[kind]:8d}")
+    print(f"\n{steps} steps, {tried.total()} faults, {survived.total()} survived")
+    print(f"weights compared at {compared} commits: {len(complaints)} complaints")
+    print(*complaints[:20], sep="\n")
+    return 1 if complaints else 0
 
 
 if __name__ == "__main__":

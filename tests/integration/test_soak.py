@@ -1,4 +1,4 @@
-"""Three minutes of `make soak`, and its errors on wrong arguments.
+"""A minute and a half of `make soak`, and its errors on wrong arguments.
 
 Workers are killed, stopped, added and dismissed at random.
 """
@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import soak
 from conftest import ROOT
-from tqdm import tqdm
 
 SOAK = [sys.executable, ROOT / "scripts" / "checks" / "soak.py"]
 
@@ -26,7 +25,7 @@ def test_all_jobs(run):
         int, re.search(r"(\d+) steps, (\d+) faults, (\d+) survived", output).groups()
     )
     assert steps > 50, output
-    assert tried == survived > 10, output  # at least one from outside per job
+    assert tried == survived >= len(soak.PLANS), output
     assert "0 complaints" in output
 
 
@@ -63,7 +62,7 @@ def test_the_next_fault_waits_until_horovod_has_started_again(monkeypatch):
     The worker on this host then never starts.
     """
     job = JobThatStartsAgainLate()
-    trouble = soak.Trouble(job, 3, random.Random(0))
+    trouble = soak.Trouble(job, 3, random.Random(0), list(soak.Point))
     monkeypatch.setattr(trouble, "_faults", lambda: {"a host is taken away": trouble._remove})
     trouble.make(limit=10)
     assert trouble.survived.total() == 1
@@ -71,22 +70,21 @@ def test_the_next_fault_waits_until_horovod_has_started_again(monkeypatch):
 
 
 def test_a_fault_that_is_not_survived_leaves_its_folder(tmp_path, monkeypatch):
-    """The log in the folder says where every worker was.
+    """It says where every living worker was.
 
     Here the leader dies between its choice and the averages, also with Horovod's own optimizer.
     """
     monkeypatch.setattr(soak.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(soak.Trouble, "make", leader_dies)
     plan = soak.Plan(optimizer="stock", settings=soak.COMPRESSED, random_faults=False)
-    findings, _ = soak.watch(plan, 2, 1, random.Random(0), tqdm(disable=True))
+    findings, _ = soak.watch(plan, 2, 1, random.Random(0))
     complaint, where = findings.complaints
     assert complaint.startswith("it died")
     folder = Path(where.rpartition(" ")[2])
     assert folder.parent == tmp_path
     assert len(list(folder.glob("*.jsonl"))) == 2
-    assert "Current thread" in (folder / "log").read_text(), (
-        "workers should have said where they are"
-    )
+    (where,) = [text for file in folder.glob("where-*") if (text := file.read_text())]
+    assert "most recent call first" in where
 
 
 @pytest.mark.long
@@ -106,7 +104,7 @@ def test_torchrun_starts_workers_again(monkeypatch, optimizer, local_steps, poin
         lambda trouble: {"one dies": lambda alive: trouble._order(alive, point)},
     )
     plan = soak.Plan(optimizer=optimizer, settings=soak.COMPRESSED, local_steps=local_steps)
-    findings, trouble = soak.watch(plan, 2, 1, random.Random(0), tqdm(disable=True))
+    findings, trouble = soak.watch(plan, 2, 1, random.Random(0))
     assert not findings.complaints, findings.complaints
     assert trouble.survived["one dies"] == trouble.restarts > 0
     assert findings.compared > 1
@@ -114,7 +112,7 @@ def test_torchrun_starts_workers_again(monkeypatch, optimizer, local_steps, poin
 
 def leader_dies(trouble, limit):
     left = trouble._order(trouble.job.workers(), soak.Point.EXCHANGE)
-    end = time.time() + 30
+    end = time.time() + limit
     while time.time() < end and len(trouble.job.workers()) > len(left):
         time.sleep(0.1)
     raise ChildProcessError("it died" if list(trouble.job.workers()) == left else "it did not die")

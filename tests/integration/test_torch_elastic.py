@@ -43,7 +43,10 @@ def diaries(tmp_path):
 def test_workers_are_killed_and_another_one_comes(diaries):
     # One worker dies in backward. Then, of three workers, the leader dies between its choice and
     # the averages.
-    deaths = {"127.0.00.1": (KILLED_AT, "backward"), "127.0.000.1": (LEADER_KILLED_AT, "exchange")}
+    deaths = {
+        "127.0.00.1": (KILLED_AT, soak.Point.BACKWARD),
+        "127.0.000.1": (LEADER_KILLED_AT, soak.Point.EXCHANGE),
+    }
     told = diaries(4, settings={"rate": 20}, random_faults=False, deaths=deaths, grow_at=GROWN_AT)
 
     survivors = [
@@ -76,7 +79,7 @@ def test_a_methods_state_is_that_of_the_last_commit(diaries, monkeypatch):
     The others compare their residues and momenta with those that they committed.
     """
     monkeypatch.setenv("PYTHONPATH", str(Path(momentum.__file__).parent), prepend=os.pathsep)
-    deaths = {"127.0.00.1": (KILLED_AT, "exchange")}
+    deaths = {"127.0.00.1": (KILLED_AT, soak.Point.EXCHANGE)}
     told = diaries(
         3,
         method="momentum:Momentum",
@@ -98,7 +101,10 @@ def test_local_steps_while_a_worker_is_killed_and_another_comes(diaries):
 
     Survivors go on with their own parameters, and a newcomer with the common ones.
     """
-    deaths = {"127.0.00.1": (KILLED_AT, "backward"), "127.0.000.1": (LEADER_KILLED_AT, "exchange")}
+    deaths = {
+        "127.0.00.1": (KILLED_AT, soak.Point.BACKWARD),
+        "127.0.000.1": (LEADER_KILLED_AT, soak.Point.EXCHANGE),
+    }
     told = diaries(
         4,
         optimizer="local steps",
