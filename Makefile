@@ -29,26 +29,29 @@ help:
 	@echo "make docs          docs/_build/html: the pages as a site (a minute; without Horovod)"
 	@echo "make dist          dist/: an sdist, and one wheel for Python 3 on any Linux with glibc (needs a C compiler; a minute)"
 
+# $(call found,3.11): ends with advice if there is no Python.
+found = @command -v $(PYTHON) >/dev/null || { echo "make $(MAKECMDGOALS) failed: $(PYTHON) is not on the PATH. Install Python $(1), or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
+
 # The script finds out by itself what is missing. A second call takes well under a second.
 setup:
-	@command -v $(PYTHON) >/dev/null || { echo "set-up failed: $(PYTHON) is not on the PATH. Install Python 3.11, or name it: make setup PYTHON=/path/to/python3.11"; exit 1; }
+	$(call found,3.11)
 	@$(PYTHON) scripts/setup/setup_environment.py --venv $(VENV)
 
 setup-gpu:
-	@command -v $(PYTHON) >/dev/null || { echo "set-up failed: $(PYTHON) is not on the PATH. Install Python 3.11, or name it: make setup-gpu PYTHON=/path/to/python3.11"; exit 1; }
+	$(call found,3.11)
 	@$(PYTHON) scripts/setup/setup_environment.py --venv $(VENV) --gpu $(if $(CUDA),--cuda $(CUDA))
 
 setup-torch:
-	@command -v $(PYTHON) >/dev/null || { echo "set-up failed: $(PYTHON) is not on the PATH. Install Python 3.10 to 3.13, or name it: make setup-torch PYTHON=/path/to/python3.12"; exit 1; }
+	$(call found,3.10 to 3.13)
 	@$(PYTHON) scripts/setup/setup_environment.py --torch-alone
 
 dist:
-	@command -v $(PYTHON) >/dev/null || { echo "make dist failed: $(PYTHON) is not on the PATH. Install Python 3.10 to 3.13, or name it: make dist PYTHON=/path/to/python3.12"; exit 1; }
+	$(call found,3.10 to 3.13)
 	@$(PYTHON) scripts/setup/make_dist.py
 
 # This is a separate environment, because the site needs neither Horovod nor a framework.
 .venv-docs/installed: scripts/setup/requirements-docs.txt
-	@command -v $(PYTHON) >/dev/null || { echo "make docs failed: $(PYTHON) is not on the PATH. Install Python 3.11 or later, or name it: make docs PYTHON=/path/to/python3.12"; exit 1; }
+	$(call found,3.11 or later)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make docs failed: it needs Python 3.11 or later, and $(PYTHON) is older: make docs PYTHON=/path/to/python3.12"; exit 1; }
 	@echo "make docs: making .venv-docs, once; a minute"
 	@$(PYTHON) -m venv --clear .venv-docs
@@ -81,32 +84,20 @@ lint: setup
 soak: setup
 	@$(RUN) scripts/checks/soak.py --minutes $(or $(MINUTES),3)
 
-accuracy: setup
-	@$(RUN) scripts/study/accuracy.py
-
 study: setup
 	@$(RUN) scripts/study/study.py $(if $(QUICK),--quick --output study/quick)
 
-bench: setup
-	@$(RUN) scripts/bench/bench.py
-
-scaling: setup
-	@$(RUN) scripts/bench/scaling_model.py
+accuracy: setup
+	@$(RUN) scripts/study/accuracy.py
 
 race: setup
 	@$(RUN) scripts/race/race.py
 
-bench-nodes: setup
-	@$(RUN) scripts/bench/bench_nodes.py
+bench bench-nodes bench-keras bench-kernels bench-gpu: setup
+	@$(RUN) scripts/bench/$(subst -,_,$@).py
 
-bench-keras: setup
-	@$(RUN) scripts/bench/bench_keras.py
-
-bench-gpu: setup
-	@$(RUN) scripts/bench/bench_gpu.py
-
-bench-kernels: setup
-	@$(RUN) scripts/bench/bench_kernels.py
+scaling: setup
+	@$(RUN) scripts/bench/scaling_model.py
 
 clean:
 	rm -rf $(VENV) .venv-torch .venv-dist .venv-docs dist docs/_build build *.egg-info demo bench study scalecom_hvd/native/_*.so
