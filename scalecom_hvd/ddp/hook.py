@@ -151,7 +151,7 @@ class ScaleComState:
         # DDP made parameters the same on all ranks when it wrapped the model. They may still differ
         # between ranks when ranks first average: sharpness-aware steps move them under no_sync().
         # So nothing compares them.
-        options: dict[str, Any] = {"asks_for_use": drops, "zeros_are_unused": True}
+        options: dict[str, Any] = {"drops_unused": drops, "zeros_are_unused": True}
         if mesh is not None:
             collectives, ranks = peers_of(mesh, devices), ranks_of_node(mesh, devices)
             ranks.end_with(self)

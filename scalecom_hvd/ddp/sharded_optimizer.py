@@ -60,7 +60,7 @@ class ShardedGradients:
             peers,
             groups=groups,
             face=StartsAlike(shards),
-            asks_for_use=True,
+            drops_unused=True,
             node=node,
         )
         self._names = {p: name for name, p in parameters.items()}

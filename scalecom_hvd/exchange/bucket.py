@@ -65,6 +65,7 @@ class Bucket:
         share: the factor that turns a sum over ranks into the average. Integers are summed.
         thread: runs kernels that need no Python while backward runs. None: no thread does.
         copies: whether a step that is sent whole leaves gradients as they are until it counts.
+        has_flags: whether ranks may tell each other which tensors they use.
 
     Attributes:
         compressed: {name: CompressedTensor} of the tensors that send offsets and values.
@@ -74,8 +75,8 @@ class Bucket:
             in the residues' units.
         scale: 1 / loss scale, which converts gradients to the residues' units.
         whole: whether this step is sent whole.
-        frozen: one bool for each of `compressed`. True: the tensor is no longer trained, or no rank
-            uses it in this step, so its residue stays as it is.
+        frozen: one bool for each of `compressed`. True: the tensor is no longer trained, so its
+            residue stays as it is.
         bad: how many elements of this step's gradients and values are not finite, or too large.
             They count as zero here, and all ranks skip the step.
         has_received: whether the bucket was told this step's averages.
@@ -91,6 +92,7 @@ class Bucket:
         share: float = 1.0,
         thread: BackgroundThread | None = None,
         copies: bool = False,
+        has_flags: bool = False,
     ) -> None:
         self.number = number
         self.names = list(names)
@@ -146,11 +148,13 @@ class Bucket:
         is_packed = self._layout.narrow_bytes > 0
         self._message = self._offsets[0].new_empty(self._layout.message_bytes if is_packed else 0)
         self._has_chosen = False
+        self._n_flags = len(names) * has_flags
+        lengths = self._layout.n_values, self._n_flags
         self._values: Values | IntegerValues
         if self._levels:
-            self._values = IntegerValues(self._layout.n_values, self._levels, ranks, self._device)
+            self._values = IntegerValues(*lengths, self._levels, ranks, self._device)
         else:
-            self._values = Values(self._layout.n_values, dense, wire, self._device)
+            self._values = Values(*lengths, dense, wire, self._device)
         # The index of each value's scale. A CPU is faster without it, tensor by tensor.
         has_index = self._levels and self._device.type != "cpu"
         self._scale_of = scale_numbers(self.counts).to(self._device) if has_index else None
@@ -161,6 +165,7 @@ class Bucket:
         self._average: torch.Tensor | None = None
         self._chooser: Kernel | None = None
         self.frozen: list[bool] = []
+        self._used: torch.Tensor | None = None
         # These describe the step in progress; see `forget`.
         self._averaged: dict[str, torch.Tensor]
         self._reduced: Values | IntegerValues | None
@@ -422,6 +427,7 @@ class Bucket:
         grads: Mapping[str, torch.Tensor],
         whole: bool = False,
         idle: Collection[str] = (),
+        used: torch.Tensor | None = None,
     ) -> None:
         """Begin a step whose gradients are all here. They are kept until it ends, for a roll-back.
 
@@ -430,11 +436,12 @@ class Bucket:
             grads: {name: (N,) contiguous} of all its tensors.
             whole: whether the step is sent whole.
             idle: names of tensors whose gradients are zero and whose residues stay as they are.
+            used: (number of tensors,): which of them this rank uses. None: ranks do not tell.
 
         Raises:
             RuntimeError: a gradient differs from its tensor in size or device.
         """
-        self.whole, self.scale, self.bad = whole, scale, 0
+        self.whole, self.scale, self.bad, self._used = whole, scale, 0, used
         self._has_chosen = False
         self.grads = dict(grads)
         like = {tensor.name: tensor.residue for tensor in self.tensors} | self._values.whole
@@ -448,31 +455,28 @@ class Bucket:
             frozen = [self.frozen[i] for i in members]
             kernel.begin([own[i] for i in members], frozen, scale)
 
-    def has_gradients(self, grads: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """(number of compressed tensors,) float32: 0 if this rank's gradient is all 0, else 1."""
-        if not self.compressed:
-            return torch.zeros(0, device="cpu")
-        return torch.stack([grads[name].any() for name in self.compressed]).float()
-
     def fill(self) -> dict[str, torch.Tensor]:
         """What is all-reduced besides the method's own collectives, {end of its name: tensor}.
 
-        This is the values buffer, completed with the tensors sent whole and the count. In a step
-        that is sent whole, it is the gradients themselves, unless they must travel in a wider dtype
-        or must stay as they are.
+        This is the values buffer, completed with the tensors sent whole, the flags and the count.
+        In a step that is sent whole, it is the gradients themselves, unless they must travel in a
+        wider dtype, or must stay as they are, or flags travel.
         """
         self._reduced = None
         is_wide = all(grad.dtype == self._dense_dtype for grad in self.grads.values())
-        if self.whole and is_wide and not self._copies:
+        if self.whole and is_wide and not self._copies and self._used is None:
             # No count is needed: if a gradient is not finite, neither is the average.
             self._averaged = {f".{name}": grad for name, grad in self.grads.items()}
             return self._averaged
         if self.whole and self._whole_values is None:
-            self._whole_values = Values(0, self._like, self._dense_dtype, self._device)
+            rest = self._n_flags, self._like, self._dense_dtype, self._device
+            self._whole_values = Values(0, *rest)
         if self.tensors and not (self.whole or self._in_place):
             self.accumulators  # noqa: B018 (a method may have asked for nothing)
         self._reduced = self._whole_values if self.whole else self._values
         bad = self._reduced.fill(self.grads)
+        if self._used is not None:
+            self._reduced.flags.copy_(self._used)
         self._reduced.buffer[-1] = (self.bad + bad) != 0
         skipped = 0 if self.whole or self._in_place else self._layout.n_values
         self._averaged = {"": self._reduced.buffer[skipped:]}
@@ -481,16 +485,20 @@ class Bucket:
     @property
     def values_bytes(self) -> int:
         """How many bytes of what `fill` gives are values of compressed tensors."""
-        if self.whole or not self._in_place:
-            return 0
-        if self._levels:
-            return (self._values.buffer.numel() - 1) * 4
-        return self._layout.n_values * self._values.buffer.element_size()
+        return 0 if self.whole or not self._in_place else self._values.averages.nbytes
 
     @property
     def kind(self) -> str:
         """A word for what `fill` gives, for the names of collectives."""
         return "whole" if self.whole else "dense" if self._has_accumulators else "values"
+
+    @property
+    def flags(self) -> torch.Tensor | None:
+        """(number of tensors,): 0 for those that no rank uses, once all values have arrived.
+
+        It is the same on all ranks. None: ranks have not told.
+        """
+        return None if self._used is None else self._reduced.flags
 
     def is_sound(self) -> torch.Tensor:
         """Whether the step counts, as a 0-dimensional tensor that is the same on all ranks.
@@ -535,19 +543,31 @@ class Bucket:
         grads = norm([self.grads[name] for name in self.compressed])
         return norm([tensor.residue for tensor in self.tensors]), grads * self.scale
 
-    def commit(self) -> None:
-        """Commit the step: gradients become averages, and residues keep what was not sent."""
+    def commit(self, unused: Collection[str] = ()) -> None:
+        """Commit the step: gradients become averages, and residues keep what was not sent.
+
+        Args:
+            unused: names of tensors that no rank uses: their residues become what they were before
+                the step, up to rounding, and their averages zero.
+        """
         self._committed = True
         if self._has_chosen:
             self._offsets.reverse()
+        spared = [name not in unused for name in self.compressed]
+        if self._in_place and not all(spared):
+            for kernel, members in self._kernels:
+                kernel.roll_back(spared=[spared[i] for i in members])
         if self._received is not None:
             self.scatter({name: self.grads[name] for name in self.compressed})
         elif self._has_accumulators and not self.whole:
             averages = self._average.split(self.sizes)
             grads = [self.grads[name] for name in self.compressed]
-            commit(self.tensors, self.parts, averages, self.scale, self.frozen, grads)
+            stay = [a or not b for a, b in zip(self.frozen, spared, strict=True)]
+            commit(self.tensors, self.parts, averages, self.scale, stay, grads)
         if isinstance(self._reduced, Values) and self._reduced.whole:
             self._reduced.copy_to(self.grads)
+        for name in unused:
+            self.grads[name].zero_()
 
     def scatter(self, outputs: Mapping[str, torch.Tensor]) -> None:
         """Every output (N,) <- the averages received at I, in the gradient's units, zero elsewhere.

@@ -21,7 +21,7 @@ Imports bucket, collectives, devices and methods/state.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from torch.profiler import record_function
 
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import LAST, Collectives, Step, Wait
-from scalecom_hvd.exchange.devices import HostCopy
 from scalecom_hvd.exchange.methods.state import State
 
 # For the buckets of one exchange. Each channel may cost a transport threads, and connections to all
@@ -44,9 +43,6 @@ class BucketStep:
         waiting: names of the bucket's gradients that have not arrived yet.
         new_state: what the method's state becomes if the step counts.
         state_arrives: what must arrive before the method's state can be used.
-        is_late: whether the step begins only when all gradients of this rank are here.
-        used: on its way to the host: for which compressed tensors this rank has gradients. None:
-            nobody has asked.
         waits: what the generator waits for now. None: the generator has not begun, or has ended.
     """
 
@@ -55,18 +51,8 @@ class BucketStep:
         self.waiting = set(bucket.names)
         self.new_state: State | None = None
         self.state_arrives: Wait[torch.Tensor] | None = None
-        self.is_late = False
-        self.used: HostCopy | None = None
         self._generator: Step[None] | None = None
         self.waits: Wait[Any] | None = None
-
-    def look_for_use(self, flats: Mapping[str, torch.Tensor]) -> None:
-        """Look for which tensors this rank has gradients. All of the bucket's gradients are here.
-
-        A bucket that is sent whole is averaged in place, so only the first call in a step looks.
-        """
-        if self.used is None:
-            self.used = HostCopy(self.bucket.has_gradients(flats))
 
     def start(self, generator: Step[None]) -> None:
         """Begin the step, unless it has begun, and go on as far as possible without waiting."""
@@ -93,8 +79,8 @@ class BucketStep:
 
     @property
     def may_begin(self) -> bool:
-        """Whether the step can begin now: all its gradients are here, and it is not late."""
-        return not (self.waiting or self.has_begun or self.is_late)
+        """Whether the step can begin now: all its gradients are here."""
+        return not (self.waiting or self.has_begun)
 
     @property
     def has_more(self) -> bool:
@@ -118,16 +104,10 @@ class BucketStep:
         if self.new_state is not None and self.new_state.arrives is not None:
             self.new_state.arrives.work.wait()  # its name will be used again
 
-    def begin_again(self) -> None:
-        """Undo the step, so that it can begin once more with the same gradients."""
-        self.roll_back()
-        self.bucket.forget()
-        self.new_state = self._generator = self.waits = None
-
     def end(self) -> dict[str, torch.Tensor]:
         """Close the step. Returns {name: average (N,)}."""
         self.waiting = set(self.bucket.names)
-        self.new_state = self._generator = self.waits = self.used = None
+        self.new_state = self._generator = self.waits = None
         return self.bucket.end()
 
 

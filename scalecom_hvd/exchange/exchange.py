@@ -20,8 +20,7 @@ as above. All parts have the step's number, and the last part ends the step.
 
 An exchange knows no parameter and no p.grad. Where gradients come from, and where averages go, is a
 face's affair: optimizer_gradients.py, DDP's hook, sharded gradients, local steps. Imports
-methods/base, bucket_step, bucket_plan, diagnostics_sampler, node, run, tensor_use and the rooms
-below.
+methods/base, bucket_step, bucket_plan, diagnostics_sampler, node, run and the rooms below.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from scalecom_hvd.agreement import Names, Settings, compare_ranks
@@ -42,7 +42,7 @@ from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.bucket_plan import Groups, Part, plan_buckets
 from scalecom_hvd.exchange.bucket_step import MOST_CHANNELS, BucketStep, BucketSteps
 from scalecom_hvd.exchange.collectives import Collectives, Step, Wait, gather_objects
-from scalecom_hvd.exchange.devices import Streams, on_host
+from scalecom_hvd.exchange.devices import Streams, on_host, uploaded
 from scalecom_hvd.exchange.diagnostics_sampler import Sampler
 from scalecom_hvd.exchange.gradients import any_of
 from scalecom_hvd.exchange.methods.base import Method
@@ -52,7 +52,6 @@ from scalecom_hvd.exchange.methods.state import State
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.run import Averager
-from scalecom_hvd.exchange.tensor_use import TensorUse
 from scalecom_hvd.exchange.unused_averages import UnusedAverages
 from scalecom_hvd.saved_state import Saved
 from scalecom_hvd.schedule import leader
@@ -125,10 +124,10 @@ class Exchange(Averager):
         settings: what ranks must have in common, besides the method's settings.
         keeps_gradients: whether gradients stay as they are until the step counts, so that a step
             can begin again (`begin_again`).
-        asks_for_use: whether ranks tell each other which tensors have gradients. A tensor sends
-            nothing if no rank has a gradient for it, and its residue waits. Use this if averages of
-            such tensors are thrown away (tensor_use.py).
-        zeros_are_unused: with `asks_for_use`, whether a gradient of zeros counts as none.
+        drops_unused: whether ranks tell each other which tensors have gradients, by a flag that
+            travels with the values. A tensor sends nothing if no rank has a gradient for it, and
+            its residue waits. Use this if averages of such tensors are thrown away.
+        zeros_are_unused: with `drops_unused`, whether a gradient of zeros counts as none.
         is_scaled: whether gradients carry the method's loss scale. Changes of parameters do not.
         node: the ranks of this node, if each of them holds a part of every gradient. They are asked
             whether a step counts, after "are all buckets sound" and before the commit. None: this
@@ -139,7 +138,6 @@ class Exchange(Averager):
     Attributes:
         has_sent: whether values left residues in the last step.
         agreed: whether ranks have agreed, so that buckets may begin before `finish`.
-        use: with `asks_for_use`, which tensors the last step used. The same on all ranks.
         part: which tensors the coming step is about, the same on all ranks. None: always all of
             them.
         streams: the streams on which the exchange works.
@@ -164,7 +162,7 @@ class Exchange(Averager):
         face: Face | None = None,
         settings: Settings | None = None,
         keeps_gradients: bool = False,
-        asks_for_use: bool = False,
+        drops_unused: bool = False,
         zeros_are_unused: bool = False,
         is_scaled: bool = True,
         node: Node | None = None,
@@ -183,7 +181,7 @@ class Exchange(Averager):
         self._groups = groups
         self._face = face or Face()
         self._is_scaled = is_scaled
-        self.use = TensorUse(zeros_are_unused) if asks_for_use else None
+        self._drops_unused, self._zeros_are_unused = drops_unused, zeros_are_unused
         self.node = node
         self._settings = method.settings | dict(settings or {})
         self._copies = keeps_gradients
@@ -263,7 +261,7 @@ class Exchange(Averager):
 
         Returns:
             {name: average (N,)} of the step's tensors. Averages are NaN if the step does not count.
-            With `asks_for_use`, those that no rank has used are left out. All may be views of
+            With `drops_unused`, those that no rank has used are left out. All may be views of
             memory that the gradients have.
 
         Raises:
@@ -328,13 +326,7 @@ class Exchange(Averager):
 
     def state_dict(self) -> Saved:
         """See Averager."""
-        of_node = {} if self.node is None else self.node.state_dict()
-        return of_node if self.use is None else {**of_node, **self.use.state_dict()}
-
-    def load_state_dict(self, state: Saved) -> None:
-        """See Averager."""
-        if self.use is not None:
-            self.use.load_state_dict(state)
+        return {} if self.node is None else self.node.state_dict()
 
     @property
     def holds_gradients(self) -> bool:
@@ -418,7 +410,7 @@ class Exchange(Averager):
         """Let every bucket go on as far as it can without waiting."""
         if self._failure is not None:
             raise self._failure
-        self._steps.advance([step for step in self._steps_of_part() if not step.is_late])
+        self._steps.advance(self._steps_of_part())
 
     def _go_on(self) -> bool:
         """Let every bucket go on, on the background thread.
@@ -445,16 +437,10 @@ class Exchange(Averager):
             # they wait for each other for ever. Loss scales reach hosts at different times, so the
             # host waits. Mostly the copy began when forward began, and is here.
             self._unscaling.now()
-        self._choose_late()
         self._whole = self._must_send_whole()
         self._submitted = dict.fromkeys(self._submitted, 0)
         if self._has_steps:
             self.unused.begin()
-
-    def _choose_late(self) -> None:
-        """Choose the buckets that must not begin while backward runs; the same on all ranks."""
-        for step in self._steps.all:
-            step.is_late = self.use is not None and self.use.concerns(step)
 
     def _must_send_whole(self) -> bool:
         names = self.residues.tensors.keys() - self._elsewhere
@@ -479,15 +465,11 @@ class Exchange(Averager):
             self._submitted,
         )
         flats = self._flats(bucket)
-        if self.use is not None:
-            self.use.look(step, flats)
         scale = 1.0 if self._unscaling is None else (yield from self._unscaling)
-        idle = set() if self.use is None else set(self.use.unused)
         # If a script gave an untrained parameter a gradient, the gradient counts.
-        for name, flat in flats.items():
-            if not (self._arrived.get(name, _NONE).trained or any_of(flat)):
-                idle.add(name)
-        bucket.begin(scale, flats, self._whole, idle)
+        trained = {name: self._arrived.get(name, _NONE).trained for name in flats}
+        idle = [name for name, flat in flats.items() if not (trained[name] or any_of(flat))]
+        bucket.begin(scale, flats, self._whole, idle, self._used(flats))
         if self._sample_due():
             self._sampler.before(bucket)
         if bucket.compressed:
@@ -505,6 +487,16 @@ class Exchange(Averager):
                 flat = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
             flats[name] = flat
         return flats
+
+    def _used(self, flats: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Which tensors this rank has gradients for, if ranks tell each other. No host waits."""
+        if not self._drops_unused:
+            return None
+        if not self._zeros_are_unused:
+            has = [self._arrived.get(name, _NONE).flat is not None for name in flats]
+            return uploaded(np.array(has), next(iter(flats.values())).device)
+        # Steps that are sent whole leave residues alone.
+        return None if self._whole else torch.stack([flat.any() for flat in flats.values()])
 
     def _state(self, bucket: Bucket) -> State:
         run, now = self._run, self.residues.step
@@ -524,45 +516,40 @@ class Exchange(Averager):
             self._agree()
         steps = self._steps_of_part()
         self._advance()
-        self._steps.complete([step for step in steps if not step.is_late])
-        if self.use is not None:
-            self._learn_use(steps)
-        self._steps.complete([step for step in steps if not step.has_begun])
-        counts = self._is_sound(steps)
+        self._steps.complete(steps)
+        counts, unused = self._is_sound(steps)
         names = [name for step in steps for name in step.bucket.names]
         ends = self.part is None or self.part.is_last
         self._last = ends, dict(self._submitted), {} if self._whole else self._places, names
         if self.node is not None:
             counts = self.node.counts(counts, self.residues.step)
         self.has_sent = counts and not self._whole
-        self._commit(steps, ends) if counts else self._roll_back(steps)
+        self._commit(steps, unused, ends) if counts else self._roll_back(steps)
         averages = {name: average for step in steps for name, average in step.end().items()}
         self._arrived = {}
         self.unused.end(self.has_sent)
-        given = averages.keys() if self.use is None else self.use.given
-        return {n: self.streams.give(average) for n, average in averages.items() if n in given}
+        used = averages.keys() - unused
+        return {n: self.streams.give(average) for n, average in averages.items() if n in used}
 
-    def _learn_use(self, steps: Sequence[BucketStep]) -> None:
-        """Learn which tensors the step uses, and undo what assumed something else."""
-        for step in steps:
-            self.use.look(step, self._flats(step.bucket))
-        missing = {n for n in self._like if self._arrived.get(n, _NONE).flat is None}
-        # The ranks' agreement is on other channels.
-        wrong = self.use.ask(steps, missing, self._channels[-1], self.names("used"))
-        # Steps that are sent whole leave residues alone.
-        for step in wrong if not self._whole else ():
-            if step.has_begun:
-                step.begin_again()
-
-    def _is_sound(self, steps: Sequence[BucketStep]) -> bool:
-        """Whether the step is sound.
+    def _is_sound(self, steps: Sequence[BucketStep]) -> tuple[bool, set[str]]:
+        """Whether the step is sound, and the names of tensors that no rank has used.
 
         All averages were reduced or gathered, so they are the same on all ranks, and all decide the
         same.
         """
         sound = [step.bucket.is_sound() for step in steps]
         sound += [values.isfinite().all() for values in self._face.average_others()]
-        return all(map(bool, on_host(sound)))  # here the host waits for its devices
+        told = [(step.bucket.names, step.bucket.flags) for step in steps]
+        told = [(names, flags) for names, flags in told if flags is not None]
+        # Here the host waits for its devices.
+        known = on_host([*sound, *(flags for _, flags in told)])
+        unused = {
+            name
+            for (names, _), flags in zip(told, known[len(sound) :], strict=True)
+            for name, flag in zip(names, flags.tolist(), strict=True)
+            if not flag
+        }
+        return all(map(bool, known[: len(sound)])), unused
 
     def _steps_of_part(self) -> list[BucketStep]:
         """The steps of the buckets that this part is about. No bucket is in two parts."""
@@ -570,12 +557,12 @@ class Exchange(Averager):
             return self._steps.all
         return [step for step in self._steps.all if step.bucket.names[0] in self.part.names]
 
-    def _commit(self, steps: Sequence[BucketStep], ends: bool) -> None:
+    def _commit(self, steps: Sequence[BucketStep], unused: set[str], ends: bool) -> None:
         if self.residues.norms_due() and not self._whole:
             own = [step.bucket for step in steps if step.bucket.compressed]
             self._norms |= {bucket.number: bucket.norms() for bucket in own}
         for step in steps:
-            step.bucket.commit()
+            step.bucket.commit(unused.intersection(step.bucket.names))
         self._run.take_state([step.keep_state() for step in steps if step.new_state])
         looks = self._sample_due()
         if looks:
@@ -656,7 +643,6 @@ class Exchange(Averager):
                 "arrived": list(self._arrived),
                 "buckets": residues.buckets,
                 "channels": len(self._channels),
-                "use": None if self.use is None else self.use.state_dict(),
                 **self._face.tell(),
             },
         )
@@ -675,9 +661,6 @@ class Exchange(Averager):
             self._channels = [self.collectives.channel() for _ in range(channels)]
         self._face.hear(everyone, self._elsewhere)
         self._make_buckets(plan)
-        if self.use is not None:
-            self.use.agree([other["use"] for other in everyone])
-        self._choose_late()
         residues.note_ranks(self.collectives.size, self.collectives.position)
         self.agreed = True
 
@@ -686,7 +669,15 @@ class Exchange(Averager):
         self._places = {name: own.geometry.k for name, own in self.residues.tensors.items()}
         self.residues.buckets, self._norms = plan, {}
         size, share = self.collectives.size, self.collectives.share
-        rest = self._like, self.residues, size, share, self._thread, self._copies
+        rest = (
+            self._like,
+            self.residues,
+            size,
+            share,
+            self._thread,
+            self._copies,
+            self._drops_unused,
+        )
         self.buckets = [Bucket(b, names, *rest) for b, names in enumerate(plan)]
         self._steps = BucketSteps(self.buckets, self._channels[:-1], self._bucket_step)
         if self._sampler is not None:

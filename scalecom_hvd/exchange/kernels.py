@@ -135,13 +135,17 @@ class Kernel(Protocol):
         """
         ...
 
-    def roll_back(self, keep_gradients: bool = False) -> None:
+    def roll_back(self, keep_gradients: bool = False, spared: Sequence[bool] = ()) -> None:
         """Undo what was done to residues since `begin`, up to rounding.
 
         This is m[I] <- m[I] + beta*values, then m <- m - beta*g. The second is left out with
         `keep_gradients`, for gradients that are no longer what they were. Each kernel keeps track
         of its moves itself, because a move may fail halfway. Offsets and values must be what they
         were.
+
+        Args:
+            keep_gradients: see above.
+            spared: which tensors are left as they are. Empty: none.
         """
         ...
 
@@ -222,8 +226,10 @@ class TorchKernel:
             scaled = slot.values(averages).to(kind) * (1 / self._scale)
             output[positions] = scaled.to(output.dtype)
 
-    def roll_back(self, keep_gradients: bool = False) -> None:
-        for step in self._steps:
+    def roll_back(self, keep_gradients: bool = False, spared: Sequence[bool] = ()) -> None:
+        for step, is_spared in zip(self._steps, spared or [False] * len(self._steps), strict=True):
+            if is_spared:
+                continue
             slot, residue = step.slot, step.slot.residue
             if step.taken is not None:
                 beta, wire = step.taken
@@ -388,8 +394,10 @@ class NativeKernel:
         finally:
             self._table["grad"] = grads
 
-    def roll_back(self, keep_gradients: bool = False) -> None:
+    def roll_back(self, keep_gradients: bool = False, spared: Sequence[bool] = ()) -> None:
         if self._taken is not None:
+            if spared:
+                self._table["frozen"] |= np.array(spared)
             beta, wire = self._taken
             arguments = beta, self._scale, *_addresses(wire), keep_gradients
             native.checked(self._library.scalecom_roll_back(*self._tensors, *arguments))

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("scalecom_hvd")
 
 # Keys that only some saved states have.
-_EXTRA_KEYS = ("offsets", "method_state", "local_steps", "shard", "use")
+_EXTRA_KEYS = ("offsets", "method_state", "local_steps", "shard")
 
 
 class Averager(abc.ABC):

@@ -91,9 +91,9 @@ class TritonKernel:
         for part, members in self._parts:
             part.scatter([outputs[i] for i in members], offsets, averages)
 
-    def roll_back(self, keep_gradients: bool = False) -> None:
-        for part, _ in self._parts:
-            part.roll_back(keep_gradients)
+    def roll_back(self, keep_gradients: bool = False, spared: Sequence[bool] = ()) -> None:
+        for part, members in self._parts:
+            part.roll_back(keep_gradients, [spared[i] for i in members] if spared else [])
 
     def release(self) -> None:
         for part, _ in self._parts:
@@ -164,8 +164,11 @@ class _OneDtype:
         constants = {"BLOCK": self._block, "num_warps": 4}
         self._launch(tiles.scatter_tiles, step, offsets, averages, 1 / self._scale, **constants)
 
-    def roll_back(self, keep_gradients: bool) -> None:
+    def roll_back(self, keep_gradients: bool, spared: Sequence[bool]) -> None:
         if self._taken is not None:
+            if spared:
+                self._frozen = [a or b for a, b in zip(self._frozen, spared, strict=True)]
+                self._step = self._step_table(self._grads)
             beta, wire = self._taken
             arguments = *wire, beta, 0.0 if keep_gradients else beta, self._scale
             self._launch_pass(tiles.roll_back_tiles, *arguments)

@@ -1,4 +1,4 @@
-"""The buffer that ranks sum for a bucket: values of compressed tensors, whole tensors, a count.
+"""The buffer that ranks sum for a bucket: values, whole tensors, flags and a count.
 
 Imports kernels.
 """
@@ -14,26 +14,34 @@ from scalecom_hvd.exchange.kernels import Count
 
 
 class Values:
-    """A buffer that is all-reduced: [`n_values` values | tensors sent whole | one count].
+    """A buffer that is all-reduced: [values | tensors sent whole | flags | one count].
+
+    Args:
+        n_values, n_flags: how many values and flags there are.
+        whole: {name: tensor} of the tensors that are sent whole.
+        dtype, device: the buffer's.
 
     Attributes:
         compressed: (n_values,): this rank's values, which kernels write.
         averages: the view of the values in the buffer.
         whole: {name: view} of the tensors sent whole.
+        flags: the view of the flags.
     """
 
     def __init__(
         self,
         n_values: int,
+        n_flags: int,
         whole: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         sizes = [parameter.numel() for parameter in whole.values()]
-        self.buffer = torch.zeros(n_values + sum(sizes) + 1, dtype=dtype, device=device)
+        n_whole = sum(sizes)
+        self.buffer = torch.zeros(n_values + n_whole + n_flags + 1, dtype=dtype, device=device)
         self.averages = self.buffer[:n_values]
         self.compressed = torch.zeros_like(self.averages)
-        self._all_whole = self.buffer[n_values:-1]
+        self._all_whole, self.flags = self.buffer[n_values:-1].split([n_whole, n_flags])
         self.whole = dict(zip(whole, self._all_whole.split(sizes), strict=True))
 
     def fill(self, grads: Mapping[str, torch.Tensor]) -> Count:

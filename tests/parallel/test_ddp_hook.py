@@ -29,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 
 from scalecom_hvd import ddp
 from scalecom_hvd.ddp import ScaleComState, scalecom_hook
-from scalecom_hvd.exchange.exchange import Exchange
 
 ALL = {"dense": (), "warmup_steps": 0, "min_numel": 2}
 
@@ -494,8 +493,6 @@ def saved(value):
 @pytest.mark.parametrize("stop", [4, 5])
 @pytest.mark.parametrize("settings", [{"lookahead": True, "flush": False}, {"bits": 4}], ids=str)
 def test_resuming_is_bit_identical_where_the_use_changes(settings, stop):
-    """A bucket that begins again is rounded differently from one that waited for the answer."""
-
     def fresh():
         return hooked(settings=settings, find_unused_parameters=True)
 
@@ -522,44 +519,6 @@ def test_resuming_is_bit_identical_where_the_use_changes(settings, stop):
         assert torch.equal(one, two) or (
             dist.get_world_size() > 2 and torch.allclose(one, two, rtol=1e-4, atol=1e-5)
         )
-
-
-def test_only_buckets_whose_use_changes_wait_for_the_answer(monkeypatch):
-    begun, finish = [], Exchange._finish
-
-    def watched(exchange):
-        steps = exchange._steps.all
-        begun.append({name: s.has_begun for s in steps for name in s.bucket.names})
-        return finish(exchange)
-
-    monkeypatch.setattr(Exchange, "_finish", watched)
-    model, _ = hooked(settings={"bucket_bytes": 1500}, find_unused_parameters=True)
-    for step in range(6):
-        model.zero_grad()
-        model(batch(step), head=step % 2).backward()
-    for seen in begun[3:]:
-        waited = {name for name, has_begun in seen.items() if not has_begun}
-        assert {"heads.0.weight", "heads.1.weight"} <= waited
-        assert "body.0.weight" not in waited
-
-
-def test_ranks_that_know_different_things_of_the_last_step():
-    """For example if one rank resumes from another step's checkpoint, or from none."""
-    model, state = hooked(find_unused_parameters=True)
-    for step in range(4):
-        model.zero_grad()
-        model(batch(step), head=int(step == 3)).backward()
-    own = saved(state.state_dict())
-    assert own["use"]["changed"]
-    if dist.get_rank() == 1:
-        own["use"] = {"unused": ["heads.1.weight"], "changed": []}
-    state.load_state_dict(own)
-    for step in range(4, 8):
-        model.zero_grad()
-        model(batch(step), head=step % 2).backward()
-    assert state.stats()["step"] == 8
-    same = [p.grad for p in model.parameters() if p.grad is not None]
-    assert same_on_all_ranks(same)
 
 
 @pytest.mark.parametrize("settings", [{}, {"lookahead": True, "nu": None}], ids=str)
