@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from scalecom_hvd.exchange import BucketCollectives, Method, State
-from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.residue import CompressedTensor
 
@@ -39,7 +39,7 @@ class Momentum(Method):
     def init_method(self) -> dict[str, int]:
         return {"steps": 0}
 
-    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
+    def step(self, bucket: BucketStep, collectives: BucketCollectives, state: State) -> Step:
         steps = state.method["steps"]
         before = torch.cat([own["momentum"] for own in state.tensors.values()])
         momentum = min(self.momentum, steps / (steps + 1)) * before + bucket.accumulators

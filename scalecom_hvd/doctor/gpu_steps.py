@@ -16,6 +16,7 @@ import torch
 
 from scalecom_hvd.doctor.rank_check import PASSED, RANKS
 from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import finished
 from scalecom_hvd.exchange.methods import LocalTopK, RandomK, ScaleCom
 from scalecom_hvd.exchange.residue import Residues
@@ -105,13 +106,13 @@ def speed(device: torch.device, settings: Mapping[str, Any]) -> tuple[float, flo
     grad, there = torch.randn(NUMEL, device=device), torch.empty(NUMEL, device=device)
 
     def step() -> None:
-        bucket.begin(1.0, grads={"one": grad})
-        offsets = finished(bucket.select())
-        finished(bucket.take_and_accumulate(offsets))
-        bucket.fill()
-        bucket.receive(offsets, bucket.averages_taken())
-        bucket.commit()
-        bucket.forget()
+        own = BucketStep(bucket, 1.0, {"one": grad})
+        offsets = finished(own.select())
+        finished(own.take_and_accumulate(offsets))
+        own.fill()
+        own.receive(offsets, own.averages_taken())
+        own.commit()
+        own.release()
 
     times: dict[str, list[float]] = {"step": [], "copy": []}
     for _ in range(ROUNDS):

@@ -1,187 +1,427 @@
-"""The progress of one bucket's step: its method's generator, and what the generator waits for.
+"""One bucket, one step: its moves, and whether it counts.
 
-exchange.py uses this, and decides when a step begins, when it goes on and whether it counts.
+The exchange says when a step begins, and whether it counts. In between, a method (methods/) makes
+the moves: what it is given as `bucket` is a BucketStep. Nothing here communicates. A step that does
+not count is rolled back: residues become what they were, up to rounding.
 
-Why ranks that wait for each other cannot deadlock: a rank waits only in `BucketSteps.complete`,
-which goes through the buckets wave by wave. A wave holds one bucket of each channel, so all buckets
-of the first wave can begin at once. Inside a wave, a rank goes round by round. Take two buckets in
-ScaleCom's cyclic form. In round 1 the rank waits for both buckets' offsets, in the order of
-buckets. As soon as a bucket's offsets arrive, the bucket submits its values. In the last round the
-rank waits for both buckets' values. A rank that waits in one round has submitted all collectives of
-this round and of all earlier waves. It waits for no collective of a later round or wave. The same
-holds for every other rank, so each collective is completed.
+Moves come in two forms, and a method uses one of them. `select` and `take_and_accumulate` work in
+place on the residues, with kernels that fuse what they do. They serve offsets that are the same on
+all ranks, as ScaleCom's leader chooses them. The numbers (1) and (2) are those of reference.py.
+`accumulators`, `choose`, `send` and `receive` serve any indices and values (accumulators.py).
 
-Why there are waves: if a rank got far while gradients arrived, some of its channels have begun
-their second bucket. Which channels these are differs from rank to rank. If a rank waited for such a
-bucket before it ended the first wave, it could wait for a rank that waits for it.
+An *offset* is a row in a lane, as it travels. A *position* is an index into one tensor. `places`
+are indices into the accumulators of the whole bucket.
 
-Imports bucket, collectives, devices and methods/state.
+Imports bucket and the rooms below.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.profiler import record_function
 
+from scalecom_hvd.exchange.accumulators import Accumulators
+from scalecom_hvd.exchange.background_thread import Job
 from scalecom_hvd.exchange.bucket import Bucket
-from scalecom_hvd.exchange.collectives import LAST, Collectives, Step, Wait
-from scalecom_hvd.exchange.methods.state import State
+from scalecom_hvd.exchange.collectives import Step, Wait
+from scalecom_hvd.exchange.gradients import check_sizes
+from scalecom_hvd.exchange.integer_values import IntegerValues
+from scalecom_hvd.exchange.kernels import Count, Kernel, NativeKernel, Wire, positions_of
+from scalecom_hvd.exchange.values import Values, norm
 
-# For the buckets of one exchange. Each channel may cost a transport threads, and connections to all
-# other ranks.
-MOST_CHANNELS = 8
+Places = torch.Tensor | slice
+"""Flat positions in a bucket's accumulators: an index tensor without repeats, or slice(None)."""
 
 
 class BucketStep:
-    """The progress of one bucket's step.
-
-    Attributes:
-        waiting: names of the bucket's gradients that have not arrived yet.
-        new_state: what the method's state becomes if the step counts.
-        state_arrives: what must arrive before the method's state can be used.
-        waits: what the generator waits for now. None: the generator has not begun, or has ended.
-    """
-
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
-        self.waiting = set(bucket.names)
-        self.new_state: State | None = None
-        self.state_arrives: Wait[torch.Tensor] | None = None
-        self._generator: Step[None] | None = None
-        self.waits: Wait[Any] | None = None
-
-    def start(self, generator: Step[None]) -> None:
-        """Begin the step, unless it has begun, and go on as far as possible without waiting."""
-        if self._generator is None:
-            self._generator = generator
-            self.waits = next(generator, None)
-            self.advance()
-
-    def advance(self, up_to_round: int = -1) -> None:
-        """Go on as far as possible. Wait only for collectives up to this round."""
-        while self.waits is not None:
-            patient = self.waits.round <= up_to_round
-            if not patient and (self.waits.round == LAST or not self.waits.work.done()):
-                return
-            if patient:
-                with record_function(f"scalecom.wait for {self.waits.what}"):
-                    self.waits.work.wait()
-            self.waits = next(self._generator, None)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the step has begun, and has not ended."""
-        return self._generator is not None
-
-    @property
-    def may_begin(self) -> bool:
-        """Whether the step can begin now: all its gradients are here."""
-        return not (self.waiting or self.has_begun)
-
-    @property
-    def has_more(self) -> bool:
-        """Whether more than the step's end follows what the step waits for now."""
-        return self.waits is not None and self.waits.round < LAST
-
-    def keep_state(self) -> State:
-        """Keep and return the new state, because the step counts."""
-        self.state_arrives = self.new_state.arrives
-        return self.new_state
-
-    def complete_state(self) -> None:
-        """Wait until the method's state can be used."""
-        if self.state_arrives is not None:
-            self.state_arrives.work.wait()
-            self.state_arrives = None
-
-    def roll_back(self) -> None:
-        """Undo the step as if it never happened. The method's next state is dropped."""
-        self.bucket.roll_back()
-        if self.new_state is not None and self.new_state.arrives is not None:
-            self.new_state.arrives.work.wait()  # its name will be used again
-
-    def end(self) -> dict[str, torch.Tensor]:
-        """Close the step. Returns {name: average (N,)}."""
-        self.waiting = set(self.bucket.names)
-        self.new_state = self._generator = self.waits = None
-        return self.bucket.end()
-
-
-class BucketSteps:
-    """The steps of all buckets, and the channels on which their collectives travel.
-
-    On one channel, steps begin in the order of buckets. Each step begins when the one before it has
-    submitted everything, so a transport need not look at names there.
+    """One step of a bucket, whose gradients are all here. They are kept for a roll-back.
 
     Args:
-        buckets: the buckets, in order.
-        channels: the channels that the buckets share.
-        begin: a function that makes the generator of a bucket's step.
+        bucket: the bucket.
+        scale: 1 / loss scale, which converts gradients to the residues' units.
+        grads: {name: (N,) contiguous} of all its tensors. They become averages.
+        whole: whether the step is sent whole.
+        idle: names of tensors whose gradients are zero and whose residues stay as they are.
+        used: (number of tensors,): which of them this rank uses. None: ranks do not tell.
 
     Attributes:
-        all: all steps, in the order of buckets.
-        of: {name of a tensor: the step of its bucket}.
+        number, names, compressed, tensors, geometries, counts, sizes, choices: the bucket's.
+        grads: {name: (N,)} in the gradients' dtype. Multiplied by `scale`, they are in the
+            residues' units.
+        scale, whole: see above.
+        frozen: one bool for each of `compressed`. True: it is idle.
+        bad: how many elements of this step's gradients and values are not finite, or too large.
+            They count as zero here, and all ranks skip the step.
+        has_received: whether the step was told its averages.
+
+    Raises:
+        RuntimeError: a gradient differs from its tensor in size or device.
     """
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
-        channels: Sequence[Collectives],
-        begin: Callable[[BucketStep], Step[None]],
+        bucket: Bucket,
+        scale: float,
+        grads: Mapping[str, torch.Tensor],
+        whole: bool = False,
+        idle: Collection[str] = (),
+        used: torch.Tensor | None = None,
     ) -> None:
-        self.all = [BucketStep(bucket) for bucket in buckets]
-        self.of = {name: step for step in self.all for name in step.bucket.names}
-        self._channels, self._begin = channels, begin
+        self._bucket = bucket
+        self.number, self.names, self.choices = bucket.number, bucket.names, bucket.choices
+        self.compressed, self.tensors = bucket.compressed, bucket.tensors
+        self.geometries, self.counts, self.sizes = bucket.geometries, bucket.counts, bucket.sizes
+        self.whole, self.scale, self._used = whole, scale, used
+        self.grads = dict(grads)
+        like = {tensor.name: tensor.residue for tensor in self.tensors} | bucket.values.whole
+        check_sizes(self.grads, like)
+        self.frozen = [name in idle for name in self.compressed]
+        self.bad: Count = 0
+        self.has_received = self._has_chosen = self._in_place = self._committed = False
+        self._job: Job | None = None
+        self._apart: Accumulators | None = None
+        self._received: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._reduced: Values | IntegerValues | None = None
+        self._averaged: torch.Tensor | None = None
+        self._taken_at: torch.Tensor | None = None
+        own = self._own_grads
+        bucket.choose_kernels([grad.dtype for grad in own])
+        for kernel, members in bucket.kernels:
+            frozen = [self.frozen[i] for i in members]
+            kernel.begin([own[i] for i in members], frozen, scale)
 
-    def channel_of(self, bucket: Bucket) -> Collectives:
-        """The channel on which this bucket's collectives travel."""
-        return self._channels[bucket.number % len(self._channels)]
+    @property
+    def _own_grads(self) -> list[torch.Tensor]:
+        return [self.grads[name] for name in self.compressed]
 
-    def advance(self, steps: Sequence[BucketStep]) -> None:
-        """Let all steps go on, then begin those of `steps` that can, without waiting."""
-        for step in self.all:
-            step.advance()
-        self.begin(steps)
+    # What a method asks for: moves in place.
 
-    def begin(self, steps: Sequence[BucketStep], all_are_here: bool = False) -> None:
-        """Begin the steps whose gradients are here, if their channel is free.
+    def new_offsets(self) -> torch.Tensor:
+        """A buffer of bytes for this step's choice in the lanes of all tensors.
+
+        Ranks that do not lead pass it to the broadcast. State may hold views of the last step's
+        buffer.
+        """
+        self._has_chosen = True
+        return self.choices.new()
+
+    def select(self) -> Step[torch.Tensor]:
+        """Choose the offsets of the largest |m + g|, and the scales of integers there; m stays."""
+        chosen = self.new_offsets()
+
+        def choose(kernel: Kernel) -> Count:
+            kernel.choose(self._bucket.extra, chosen)
+            return 0  # bad elements are counted when values are taken
+
+        yield from self._run("select", choose)
+        return chosen
+
+    def take_and_accumulate(
+        self, offsets: torch.Tensor, choose: bool = False
+    ) -> Step[torch.Tensor | None]:
+        """(1) v = m[I] + g[I], m[I] <- m[I] - beta*v; then (2) m <- m + beta*g, in one pass.
+
+        v is acc at I. With config.flush it is larger; see reference.py. It becomes `taken`.
 
         Args:
-            all_are_here: whether all gradients are here, with zeros for those that did not arrive.
+            offsets: I, the same on all ranks.
+            choose: whether to return what `select` would return afterwards. There g stands for the
+                next gradient.
         """
-        taken: set[int] = set()
-        for step in steps:
-            channel = step.bucket.number % len(self._channels)
-            if channel not in taken and (all_are_here or not step.waiting):
-                step.start(self._begin(step))
-            if step.has_more or not step.has_begun:
-                taken.add(channel)
+        self._refuse_whole("moves")
+        self._taken_at = offsets
+        wire = Wire(offsets, self.taken)
+        chosen = self.new_offsets() if choose else None
+        beta, extra = self._bucket.beta, self._bucket.extra
+        yield from self._run(
+            "take_and_accumulate", lambda own: own.take_and_accumulate(beta, extra, wire, chosen)
+        )
+        return chosen
 
-    def complete(self, steps: Sequence[BucketStep]) -> None:
-        """Begin these steps, and wait for everything.
+    def _run(self, what: str, move: Callable[[Kernel], Count]) -> Step[None]:
+        """Make a move, on the thread if no kernel needs Python and the move takes long enough."""
+        assert self._apart is None, "a move in place was asked for after accumulators"
+        self._in_place = True
+        kernels, thread = self._bucket.kernels, self._bucket.thread
 
-        All buckets of a wave wait for one round before any bucket waits for the next round. What
-        follows is then submitted early, and in the same order on every rank.
+        def make() -> None:
+            # Each call has its own range: two threads may make moves at the same time.
+            with record_function(f"scalecom.{what}"):
+                counts = [move(kernel) for kernel, _ in kernels]
+            self.bad = sum(counts, self.bad)
+
+        native = all(isinstance(kernel, NativeKernel) for kernel, _ in kernels)
+        if thread is None or not (self._bucket.is_large and native):
+            make()
+        else:
+            self._job = thread.submit(make)
+            yield from Wait("kernel", self._job, round=0)
+
+    @property
+    def taken(self) -> torch.Tensor:
+        """v (k,) as `take_and_accumulate` took it; int8 if values are integers.
+
+        It must stay as it is until the step's end: `average_taken` sends a copy.
         """
-        for _, wave in itertools.groupby(steps, key=self._wave_of):
-            self.begin(steps, all_are_here=True)
-            self._complete_rounds(list(wave))
-        for step in steps:
-            step.advance(LAST)
+        return self._bucket.values.compressed
 
-    def _wave_of(self, step: BucketStep) -> int:
-        """The position of the step's bucket among the buckets of its channel."""
-        return step.bucket.number // len(self._channels)
+    def averages_taken(self) -> torch.Tensor:
+        """The averages (k,) of `taken`, once they have arrived."""
+        if self._taken_at is None:
+            return self.taken[:0]
+        return self._bucket.averages(self._taken_at)
 
-    @staticmethod
-    def _complete_rounds(wave: Sequence[BucketStep]) -> None:
-        """Wait, round by round, until these steps have submitted everything."""
-        up_to_round = 0
-        while any(step.has_more for step in wave):
-            for step in wave:
-                step.advance(up_to_round)
-            up_to_round += 1
+    # What a method asks for: moves on accumulators.
+
+    @property
+    def accumulators(self) -> torch.Tensor:
+        """acc = m + g of all compressed tensors, one after the other, (N,) float32 or float64.
+
+        For a frozen tensor acc is zero. `send` subtracts what was sent. A method may add something
+        to acc before it chooses, such as momentum. The part of it that is not sent enters the
+        residue, times beta.
+        """
+        return self._accumulated().flat
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """`accumulators` as one view per tensor."""
+        return self._accumulated().parts
+
+    def _accumulated(self) -> Accumulators:
+        if self._apart is None:
+            assert not self._in_place, "accumulators were asked for after a move in place"
+            self._apart = self._bucket.accumulators
+            self.bad = self.bad + self._apart.begin(self._own_grads, self.scale, self.frozen)
+        return self._apart
+
+    def sendable(self, places: Places) -> torch.Tensor:
+        """The values that this worker should send at these indices, as a new tensor.
+
+        They are the accumulators there. With config.flush they also include all that waited,
+        wherever the gradient does not point the other way.
+        """
+        values = self.accumulators[places].clone()
+        if self._bucket.extra:
+            waited = torch.cat([tensor.residue for tensor in self.tensors])[places]
+            # acc - m is the gradient. For a frozen tensor acc is zero, so nothing is added.
+            agrees = waited * (values - waited) >= 0
+            values += torch.where(agrees, self._bucket.extra * waited, 0.0)
+        return values
+
+    def choose(self) -> torch.Tensor:
+        """Choose the largest accumulators of each tensor. Returns their offsets."""
+        buffer = self.new_offsets()
+        self._accumulated().choose(buffer)
+        return buffer
+
+    def places_at(self, offsets: torch.Tensor) -> torch.Tensor:
+        """The indices into `accumulators`, (sum of counts,) int64, that offsets stand for."""
+        slots = self._bucket.slots
+        return self.places([positions_of(slot.geometry, slot.offsets(offsets)) for slot in slots])
+
+    def places(self, positions: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Convert positions in every tensor to indices into `accumulators`."""
+        starts = itertools.accumulate(self.sizes[:-1], initial=0)
+        return torch.cat([own + at for own, at in zip(positions, starts, strict=True)])
+
+    def send(self, places: Places, values: torch.Tensor) -> None:
+        """Note that this worker sent these values at these indices. The rest stays in its residue.
+
+        Args:
+            places: indices, none of them twice.
+            values: one for each index.
+
+        Raises:
+            ValueError: there are more or fewer values than indices.
+        """
+        self._refuse_whole("sends")
+        self._check_places(places, values)
+        self.accumulators[places] -= values
+
+    def receive(self, where: Places, averages: torch.Tensor) -> None:
+        """Note the average over ranks: these values at these indices, and zero elsewhere.
+
+        Args:
+            where: indices. If one occurs several times, its values add up. After moves in place:
+                the offsets at which values were taken.
+            averages: one for each index, the same on every rank. After moves in place: the averages
+                of `taken`.
+
+        Raises:
+            ValueError: there are more or fewer averages than indices.
+        """
+        self._refuse_whole("receives")
+        if not self._in_place and isinstance(where, torch.Tensor) and where.dtype == torch.uint8:
+            raise RuntimeError(
+                "receive() of offsets must come after `yield from bucket.take_and_accumulate()`"
+            )
+        self.has_received = True
+        if self._in_place:
+            assert isinstance(where, torch.Tensor), "moves in place receive at offsets"
+            self._received = where, averages
+            return
+        self._check_places(where, averages)
+        average = self._accumulated().average
+        if isinstance(where, slice):
+            average[where] += averages
+        else:
+            average.index_add_(0, where, averages.to(average.dtype))
+
+    def _refuse_whole(self, what: str) -> None:
+        if self.whole:
+            raise RuntimeError(f"an uncompressed step {what} nothing by a method: see whole_step")
+
+    def _check_places(self, places: Places, values: torch.Tensor) -> None:
+        if not isinstance(values, torch.Tensor):
+            raise TypeError(f"values must be a tensor, not {values!r}: is a `yield from` missing?")
+        shape = self.accumulators[places].shape if isinstance(places, slice) else places.shape
+        if values.shape != shape:
+            raise ValueError(
+                f"there are {tuple(values.shape)} values for {tuple(shape)} indices of bucket "
+                f"{self.number}: each index needs one value"
+            )
+
+    def will_overwrite(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of memory that the next step writes to."""
+        own = [] if self._apart is None else [self._apart.flat, self._apart.average]
+        address = tensor.untyped_storage().data_ptr()
+        return any(t.untyped_storage().data_ptr() == address for t in [*own, *self.grads.values()])
+
+    # What is all-reduced, and whether the step counts.
+
+    def fill(self) -> torch.Tensor:
+        """What is all-reduced besides the method's own collectives.
+
+        This is the values buffer, completed with the tensors sent whole, the flags and the count.
+        """
+        if self.tensors and not (self.whole or self._in_place):
+            self._accumulated()  # a method may have asked for nothing
+        values = self._bucket.whole_values if self.whole else self._bucket.values
+        bad = values.fill(self.grads)
+        if self._used is not None:
+            values.flags.copy_(self._used)
+        values.buffer[-1] = (self.bad + bad) != 0
+        skipped = 0 if self.whole or self._in_place else self._bucket.values.averages.numel()
+        self._reduced, self._averaged = values, values.buffer[skipped:]
+        return self._averaged
+
+    @property
+    def values_bytes(self) -> int:
+        """How many bytes of what `fill` gives are values of compressed tensors."""
+        return 0 if self.whole or not self._in_place else self._bucket.values.averages.nbytes
+
+    @property
+    def kind(self) -> str:
+        """A word for what `fill` gives, for the names of collectives."""
+        return "whole" if self.whole else "values" if self._in_place else "dense"
+
+    @property
+    def flags(self) -> torch.Tensor | None:
+        """(number of tensors,): 0 for those that no rank uses, once all values have arrived.
+
+        It is the same on all ranks. None: ranks have not told.
+        """
+        return None if self._used is None else self._reduced.flags
+
+    def is_sound(self) -> torch.Tensor:
+        """Whether the step counts, as a 0-dimensional tensor that is the same on all ranks.
+
+        The step counts if all workers' gradients are finite, and all averages are finite in the
+        gradients' dtype.
+        """
+        averages = [self._averaged]
+        if self._received is not None and self._bucket.levels:
+            averages = [self._received[1]]
+        if self._apart is not None and not self.whole:
+            averages.append(self._apart.average)
+        # If the smallest and the largest element are finite, all are. This takes one pass, and
+        # makes nothing large.
+        ends = [end for average in averages if average.numel() for end in torch.aminmax(average)]
+        sound = torch.stack(ends).isfinite().all() if ends else torch.tensor(True, device="cpu")
+        sound = sound & (self._reduced.buffer[-1] == 0)
+        for average in self._averages_of_halves():
+            sound = sound & average.half().isfinite().all()
+        return sound
+
+    def _averages_of_halves(self) -> Iterable[torch.Tensor]:
+        """The averages of float16 gradients, in the gradients' units."""
+        halves = [name for name, grad in self.grads.items() if grad.dtype == torch.float16]
+        if halves and not self.whole:
+            compressed = dict(zip(self.compressed, self._compressed_averages(), strict=True))
+        for name in halves:
+            if self.whole or name not in self.compressed:
+                yield self._reduced.whole[name].float()
+            else:
+                yield compressed[name].float() / self.scale
+
+    def _compressed_averages(self) -> Iterable[torch.Tensor]:
+        if self._apart is not None:
+            return self._apart.averages
+        return [slot.values(self._received[1]) for slot in self._bucket.slots]
+
+    def norms(self) -> tuple[float, float]:
+        """The norms of residues and of this step's gradients, in residues' units. Reads all."""
+        return norm([tensor.residue for tensor in self.tensors]), norm(self._own_grads) * self.scale
+
+    # How it ends.
+
+    def commit(self, unused: Collection[str] = ()) -> None:
+        """Commit the step: gradients become averages, and residues keep what was not sent.
+
+        Args:
+            unused: names of tensors that no rank uses: their residues become what they were before
+                the step, up to rounding, and their averages zero.
+        """
+        self._committed = True
+        if self._has_chosen:
+            self.choices.keep()
+        spared = [name not in unused for name in self.compressed]
+        if self._received is not None:
+            for kernel, members in self._bucket.kernels if not all(spared) else ():
+                kernel.roll_back(spared=[spared[i] for i in members])
+            self.scatter({name: self.grads[name] for name in self.compressed})
+        elif self._apart is not None and not self.whole:
+            stay = [a or not b for a, b in zip(self.frozen, spared, strict=True)]
+            self._apart.commit(self._own_grads, self.scale, stay)
+        if isinstance(self._reduced, Values) and self._reduced.whole:
+            self._reduced.copy_to(self.grads)
+        for name in unused:
+            self.grads[name].zero_()
+
+    def scatter(self, outputs: Mapping[str, torch.Tensor]) -> None:
+        """Every output (N,) <- the averages received at I, in the gradient's units, zero elsewhere.
+
+        Args:
+            outputs: {name: tensor}. If they are the gradients, nothing can be rolled back any more.
+        """
+        own = [outputs[name] for name in self.compressed]
+        offsets, averages = self._received
+        with record_function("scalecom.scatter"):
+            for kernel, members in self._bucket.kernels:
+                kernel.scatter([own[i] for i in members], offsets, averages)
+
+    def spoil(self) -> None:
+        """Make every gradient NaN. This shows on all ranks that the step does not count."""
+        for grad in self.grads.values():
+            grad.fill_(float("nan"))
+
+    def roll_back(self, keep_gradients: bool = False) -> None:
+        """Undo this step's moves, unless the step is committed.
+
+        Set `keep_gradients` if gradients were changed since. Residues then keep the gradients from
+        before the change, so nothing is lost.
+        """
+        if self._job is not None:
+            self._job.exception()  # wait for a move that is still running
+        if not self._committed:
+            for kernel, _ in self._bucket.kernels:
+                kernel.roll_back(keep_gradients)
+
+    def release(self) -> None:
+        """Release the gradients, because the step is over. Nothing can be rolled back any more."""
+        for kernel, _ in self._bucket.kernels:
+            kernel.release()

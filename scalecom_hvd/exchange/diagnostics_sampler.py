@@ -4,7 +4,7 @@ Before the step these are residues and accumulators; after it, the average and t
 This works for every method, because a bucket is looked at from outside: once when its gradients are
 here and nothing has moved yet, and once when all averages are out. Then ranks gather what each of
 them saw, and all compute the same numbers. The exchange calls this only in steps that are due.
-Nothing here changes a bucket. Imports bucket and the rooms below.
+Nothing here changes a bucket. Imports bucket_step and the rooms below.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from scalecom_hvd.diagnostics import Diagnostics, Look, Piece, Writer, draw, look, share_sent
 from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.kernels import usable
 
@@ -80,7 +81,7 @@ class Sampler:
             for name, piece in self._pieces.items()
         }
 
-    def before(self, bucket: Bucket) -> None:
+    def before(self, bucket: BucketStep) -> None:
         """Look at a bucket when its gradients are here, before anything has moved."""
         for (name, tensor), frozen in zip(bucket.compressed.items(), bucket.frozen, strict=True):
             places = self._places[name]
@@ -88,7 +89,7 @@ class Sampler:
             gradient, _ = usable(bucket.grads[name][places], residue, bucket.scale)
             self._before[name] = Before(residue, residue + gradient, bucket.scale, frozen)
 
-    def after(self, buckets: Sequence[Bucket], collectives: Collectives) -> None:
+    def after(self, buckets: Sequence[BucketStep], collectives: Collectives) -> None:
         """Look at buckets after their step is committed: their gradients now hold the averages."""
         for bucket in buckets:
             for name, tensor in bucket.compressed.items():

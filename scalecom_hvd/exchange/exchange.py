@@ -11,7 +11,7 @@ This is the only room that knows of time. It does nearly everything while backwa
     all values are here     -> every rank sees whether any gradient was not finite; commit the
                                step, or roll it back
 
-bucket_step.py explains why this cannot deadlock. `ready` waits for nothing, so ranks may see their
+waves.py explains why this cannot deadlock. `ready` waits for nothing, so ranks may see their
 gradients in any order, and may not see some of them at all (these take part as zeros).
 `complete_state` waits only for what every rank submitted in its last step.
 
@@ -40,7 +40,7 @@ from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.bucket_plan import Groups, Part, plan_buckets
-from scalecom_hvd.exchange.bucket_step import MOST_CHANNELS, BucketStep, BucketSteps
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Collectives, Step, Wait, gather_objects
 from scalecom_hvd.exchange.devices import Streams, on_host, uploaded
 from scalecom_hvd.exchange.diagnostics_sampler import Sampler
@@ -53,6 +53,7 @@ from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.run import Averager
 from scalecom_hvd.exchange.unused_averages import UnusedAverages
+from scalecom_hvd.exchange.waves import MOST_CHANNELS, Progress, Waves
 from scalecom_hvd.saved_state import Saved
 from scalecom_hvd.schedule import leader
 
@@ -122,8 +123,6 @@ class Exchange(Averager):
             the order in which gradients arrive on rank 0.
         face: what uses the exchange. None: it has nothing to say.
         settings: what ranks must have in common, besides the method's settings.
-        keeps_gradients: whether gradients stay as they are until the step counts, so that a step
-            can begin again (`begin_again`).
         drops_unused: whether ranks tell each other which tensors have gradients, by a flag that
             travels with the values. A tensor sends nothing if no rank has a gradient for it, and
             its residue waits. Use this if averages of such tensors are thrown away.
@@ -161,7 +160,6 @@ class Exchange(Averager):
         groups: Groups | None = None,
         face: Face | None = None,
         settings: Settings | None = None,
-        keeps_gradients: bool = False,
         drops_unused: bool = False,
         zeros_are_unused: bool = False,
         is_scaled: bool = True,
@@ -170,7 +168,6 @@ class Exchange(Averager):
     ) -> None:
         self.residues: Residues = method.residues
         self.config: ScaleComConfig = method.config
-        self.buckets: list[Bucket] = []
         self.part: Part | None = None
         self.names = Names(collectives.numbers)
         self._like = dict(like)
@@ -184,7 +181,6 @@ class Exchange(Averager):
         self._drops_unused, self._zeros_are_unused = drops_unused, zeros_are_unused
         self.node = node
         self._settings = method.settings | dict(settings or {})
-        self._copies = keeps_gradients
         self.unused = UnusedAverages()
         self._has_steps = part_of is None
         self._sampler: Sampler | None = None
@@ -198,7 +194,7 @@ class Exchange(Averager):
         self._look_at: int | None = None
         self.agreed = False
         self._channels: list[Collectives] = []
-        self._steps = BucketSteps([], self._channels, self._bucket_step)
+        self._waves = Waves([], self._channels, self._bucket_step)
         # {bucket's number: norms of residues and gradients}, for the step's parts so far.
         self._norms: dict[int, tuple[float, float]] = {}
         # The gradients of the step in progress, in the order in which they were reported.
@@ -234,7 +230,7 @@ class Exchange(Averager):
         with self.entered(joins=False):
             self._report(name, Gradient(flat, trained))
             if self.agreed:
-                self._steps.of[name].waiting.discard(name)
+                self._waves.of[name].waiting.discard(name)
             self._advance()
 
     def ready_elsewhere(self, name: str) -> None:
@@ -303,7 +299,7 @@ class Exchange(Averager):
             if not self.agreed:
                 self._agree()
             self._advance()
-            self._steps.begin(self._steps_of_part(), all_are_here=True)
+            self._waves.begin(self._part(), all_are_here=True)
         self._thread.keep_owner()
 
     def in_step(self) -> bool:
@@ -314,15 +310,19 @@ class Exchange(Averager):
         """Wait for what the method's state lacks. Every rank submitted this in its last step."""
         with self._lock, self.streams.entered():
             self.notice_restart()
-            for step in self._steps.all:
-                step.complete_state()
+            for progress in self._waves.all:
+                progress.complete_state()
 
     def agree_anew(self) -> None:
         """At the next step, ranks compare and make buckets again: other residues were loaded."""
         with self._lock:
-            self.buckets = []
-            self._steps = BucketSteps([], [], self._bucket_step)
+            self._waves = Waves([], [], self._bucket_step)
             self.agreed, self._look_at = False, None
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets, once ranks have agreed on them."""
+        return [progress.bucket for progress in self._waves.all]
 
     def state_dict(self) -> Saved:
         """See Averager."""
@@ -363,15 +363,16 @@ class Exchange(Averager):
             return
         for name in self._like.keys() - self._arrived.keys() - self._elsewhere:
             self.ready(name, None)
-        self._steps.complete(self._steps.all)
+        self._waves.complete(self._waves.all)
 
     def keep_gradients(self) -> None:
         """Undo the moves of a step whose gradients were changed, perhaps unnoticed, on their way.
 
         Residues then hold what the gradients were, so nothing is lost.
         """
-        for bucket in self.buckets:
-            bucket.roll_back(keep_gradients=True)
+        for progress in self._waves.all:
+            if progress.step is not None:
+                progress.step.roll_back(keep_gradients=True)
 
     def abort(self) -> None:
         """Forget the step in progress. It is rolled back, so residues lose nothing."""
@@ -410,7 +411,7 @@ class Exchange(Averager):
         """Let every bucket go on as far as it can without waiting."""
         if self._failure is not None:
             raise self._failure
-        self._steps.advance(self._steps_of_part())
+        self._waves.advance(self._part())
 
     def _go_on(self) -> bool:
         """Let every bucket go on, on the background thread.
@@ -423,7 +424,7 @@ class Exchange(Averager):
         try:
             with self.streams.continued():
                 self._advance()
-            return any(step.has_more or step.may_begin for step in self._steps.all)
+            return any(each.has_more or each.may_begin for each in self._waves.all)
         except BaseException as error:
             self._failure = error  # raised when the user's thread calls
             return False
@@ -450,31 +451,32 @@ class Exchange(Averager):
         looks = self._sampler is not None and self._sampler.due(self.residues.step)
         return looks and not self._whole
 
-    def _bucket_step(self, step: BucketStep) -> Step[None]:
+    def _bucket_step(self, progress: Progress) -> Step[None]:
         """One bucket's step, from its gradients to their averages. All gradients are here."""
-        bucket = step.bucket
-        if step.state_arrives is not None:
-            yield from step.state_arrives
-            step.state_arrives = None
-        collectives = BucketCollectives(
-            self._steps.channel_of(bucket),
-            self.names,
-            bucket,
-            self.residues.step,
-            self.leader_at,
-            self._submitted,
-        )
+        bucket = progress.bucket
+        if progress.state_arrives is not None:
+            yield from progress.state_arrives
+            progress.state_arrives = None
         flats = self._flats(bucket)
         scale = 1.0 if self._unscaling is None else (yield from self._unscaling)
         # If a script gave an untrained parameter a gradient, the gradient counts.
         trained = {name: self._arrived.get(name, _NONE).trained for name in flats}
         idle = [name for name, flat in flats.items() if not (trained[name] or any_of(flat))]
-        bucket.begin(scale, flats, self._whole, idle, self._used(flats))
+        step = BucketStep(bucket, scale, flats, self._whole, idle, self._used(flats))
+        progress.step = step
+        collectives = BucketCollectives(
+            self._waves.channel_of(bucket),
+            self.names,
+            step,
+            self.residues.step,
+            self.leader_at,
+            self._submitted,
+        )
         if self._sample_due():
-            self._sampler.before(bucket)
+            self._sampler.before(step)
         if bucket.compressed:
             state = self._state(bucket)
-            step.new_state = yield from checked_step(self._method, bucket, collectives, state)
+            progress.new_state = yield from checked_step(self._method, step, collectives, state)
         if not collectives.sent_values:
             yield from collectives.average_taken()
 
@@ -514,18 +516,20 @@ class Exchange(Averager):
             raise RuntimeError("averages were asked for before gradients came: this is a bug")
         if not self.agreed:
             self._agree()
-        steps = self._steps_of_part()
+        part = self._part()
         self._advance()
-        self._steps.complete(steps)
+        self._waves.complete(part)
+        steps = [progress.step for progress in part]
         counts, unused = self._is_sound(steps)
-        names = [name for step in steps for name in step.bucket.names]
+        names = [name for step in steps for name in step.names]
         ends = self.part is None or self.part.is_last
         self._last = ends, dict(self._submitted), {} if self._whole else self._places, names
         if self.node is not None:
             counts = self.node.counts(counts, self.residues.step)
         self.has_sent = counts and not self._whole
-        self._commit(steps, unused, ends) if counts else self._roll_back(steps)
-        averages = {name: average for step in steps for name, average in step.end().items()}
+        self._commit(part, unused, ends) if counts else self._roll_back(part)
+        # The bucket's steps end, and with them the exchange's.
+        averages = {name: average for each in part for name, average in each.end().items()}
         self._arrived = {}
         self.unused.end(self.has_sent)
         used = averages.keys() - unused
@@ -537,9 +541,9 @@ class Exchange(Averager):
         All averages were reduced or gathered, so they are the same on all ranks, and all decide the
         same.
         """
-        sound = [step.bucket.is_sound() for step in steps]
+        sound = [step.is_sound() for step in steps]
         sound += [values.isfinite().all() for values in self._face.average_others()]
-        told = [(step.bucket.names, step.bucket.flags) for step in steps]
+        told = [(step.names, step.flags) for step in steps]
         told = [(names, flags) for names, flags in told if flags is not None]
         # Here the host waits for its devices.
         known = on_host([*sound, *(flags for _, flags in told)])
@@ -551,22 +555,22 @@ class Exchange(Averager):
         }
         return all(map(bool, known[: len(sound)])), unused
 
-    def _steps_of_part(self) -> list[BucketStep]:
-        """The steps of the buckets that this part is about. No bucket is in two parts."""
+    def _part(self) -> list[Progress]:
+        """The progress of the buckets that this part is about. No bucket is in two parts."""
         if self.part is None:
-            return self._steps.all
-        return [step for step in self._steps.all if step.bucket.names[0] in self.part.names]
+            return self._waves.all
+        return [each for each in self._waves.all if each.bucket.names[0] in self.part.names]
 
-    def _commit(self, steps: Sequence[BucketStep], unused: set[str], ends: bool) -> None:
+    def _commit(self, part: Sequence[Progress], unused: set[str], ends: bool) -> None:
+        steps = [progress.step for progress in part]
         if self.residues.norms_due() and not self._whole:
-            own = [step.bucket for step in steps if step.bucket.compressed]
-            self._norms |= {bucket.number: bucket.norms() for bucket in own}
+            self._norms |= {step.number: step.norms() for step in steps if step.compressed}
         for step in steps:
-            step.bucket.commit(unused.intersection(step.bucket.names))
-        self._run.take_state([step.keep_state() for step in steps if step.new_state])
+            step.commit(unused.intersection(step.names))
+        self._run.take_state([each.keep_state() for each in part if each.new_state])
         looks = self._sample_due()
         if looks:
-            self._sampler.after([step.bucket for step in steps], self.collectives)
+            self._sampler.after(steps, self.collectives)
         if ends:
             self._end_step(looks)
 
@@ -581,9 +585,9 @@ class Exchange(Averager):
             self._change_lanes()
         elif self._whole and self.residues.step >= self.residues.whole_steps:
             # Every rank can wait here, and hooks must not wait for the first choice.
-            for step in self._steps.all:
-                step.complete_state()
-                step.bucket.drop_whole_buffer()
+            for progress in self._waves.all:
+                progress.complete_state()
+                progress.bucket.drop_whole_values()
         if looks:
             self._look_at = self.residues.step - 1
 
@@ -592,26 +596,25 @@ class Exchange(Averager):
 
         What was chosen ahead for that step belongs to the old lanes, and is dropped.
         """
-        for step in self._steps.all:
-            step.complete_state()
+        for progress in self._waves.all:
+            progress.complete_state()
         self._run.begin_equal_state_anew()
         self._make_buckets(self.residues.buckets)
 
-    def _roll_back(self, steps: Sequence[BucketStep]) -> None:
+    def _roll_back(self, part: Sequence[Progress]) -> None:
         """Roll the step back as if it never happened: some rank had a gradient that is not finite.
 
         Gradients become NaN on every rank.
         """
         self.residues.note_skipped_step()
-        for step in steps:
-            step.roll_back()
-            step.bucket.spoil()
+        for progress in part:
+            progress.roll_back()
+            progress.step.spoil()
 
     def _abort(self, restarted: bool = False) -> None:
         """Roll back and forget what was done of a step, for example if a collective failed."""
-        for bucket in self.buckets:
-            bucket.roll_back()
-            bucket.forget()
+        for progress in self._waves.all:
+            progress.give_up()
         self._failure = None
         self._face.aborted(restarted)
         # The state that ranks must have in common may come from this step on one rank and from the
@@ -669,21 +672,13 @@ class Exchange(Averager):
         self._places = {name: own.geometry.k for name, own in self.residues.tensors.items()}
         self.residues.buckets, self._norms = plan, {}
         size, share = self.collectives.size, self.collectives.share
-        rest = (
-            self._like,
-            self.residues,
-            size,
-            share,
-            self._thread,
-            self._copies,
-            self._drops_unused,
-        )
-        self.buckets = [Bucket(b, names, *rest) for b, names in enumerate(plan)]
-        self._steps = BucketSteps(self.buckets, self._channels[:-1], self._bucket_step)
+        rest = self._like, self.residues, size, share, self._thread, self._drops_unused
+        buckets = [Bucket(b, names, *rest) for b, names in enumerate(plan)]
+        self._waves = Waves(buckets, self._channels[:-1], self._bucket_step)
         if self._sampler is not None:
-            self._sampler.draw(self.buckets)
+            self._sampler.draw(buckets)
         # Kernels, and threads that communicate, need the cores that busy waiting would take.
-        self.collectives.spins = not any(bucket.is_large for bucket in self.buckets)
+        self.collectives.spins = not any(bucket.is_large for bucket in buckets)
 
     def stats(self) -> Stats:
         """Numbers of the last step taken; see Method.stats."""

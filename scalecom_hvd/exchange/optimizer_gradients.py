@@ -103,12 +103,9 @@ class OptimizerGradients(StartsAlike):
                 groups=groups,
                 face=self,
                 settings={"sparse_as_dense": sparse_as_dense},
-                keeps_gradients=True,
             )
         else:
-            self._stage = NodeExchange(
-                parameters, method, collectives, node, groups, self, keeps_gradients=True
-            )
+            self._stage = NodeExchange(parameters, method, collectives, node, groups, self)
             self.exchange = self._stage.exchange
         self._news = NewGradients(self._everyone, self.exchange.names, parameters)
         # For the header. None: ranks have not agreed yet.

@@ -35,6 +35,7 @@ from scalecom_hvd.bucket_layout import Layout, step_stats
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange import methods
 from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Collectives, Work, finished, gather_objects
 from scalecom_hvd.exchange.faces import without_ties
 from scalecom_hvd.exchange.gradients import any_of, wide_dtype
@@ -208,6 +209,8 @@ class PerTensor(Averager):
         self._restarted = collectives.restarts()
         self._names = Names(collectives.numbers)
         self._buckets: dict[str, Bucket] = {}
+        # The steps in progress of those whose gradients have come.
+        self._steps: dict[str, BucketStep] = {}
         self._ahead: dict[torch.device, Ahead] = {}
         self._usual_order = list(reversed(self._parameters))
         self._seen: list[str] = []
@@ -267,12 +270,12 @@ class PerTensor(Averager):
     def abort(self) -> None:
         """Roll back the step in progress, and forget the offsets under way."""
         with self._lock:
-            for bucket in self._buckets.values():
-                bucket.roll_back()
+            for step in self._steps.values():
+                step.roll_back()
             self._pending.clear()
             # Collectives under way may still write into their buffers, so all buffers are made
             # anew.
-            self._buckets, self._ahead = {}, {}
+            self._buckets, self._steps, self._ahead = {}, {}, {}
             self._run.begin_equal_state_anew()
             self._agreed = False
             self._news.give_up()
@@ -334,34 +337,36 @@ class PerTensor(Averager):
         # Horovod makes the gradient's tensor use the result's memory. This alias keeps the
         # gradient's own memory until the step's end.
         flat = grad.detach().contiguous().view(-1)
+        step = None
         if bucket is not None:
             is_idle = not (self._parameters[name].requires_grad or any_of(flat))
-            bucket.begin(self._scale, {name: flat}, self._whole, [name] * is_idle)
+            rest = self._scale, {name: flat}, self._whole, [name] * is_idle
+            step = self._steps[name] = BucketStep(bucket, *rest)
             self._marks[name] = Mark(self._parameters[name])
-        if bucket is None or self._whole:
+        if step is None or self._whole:
             # Copy the gradient if it is needed at the step's end: Horovod reduces in place.
-            whole = flat.to(wide_dtype(flat), copy=bucket is not None)
+            whole = flat.to(wide_dtype(flat), copy=step is not None)
             self._handed_over["dense"] += whole.numel() * whole.element_size()
             return whole, Sent(name, grad.shape, grad.dtype, None)
 
         tensor = self._residues.tensors[name]
         try:
-            choice = bucket.join_choice(self._run.tensor_states)
-            chosen = finished(bucket.take_and_accumulate(choice, choose=self._chooses()))
+            choice = step.choices.join(self._run.tensor_states)
+            chosen = finished(step.take_and_accumulate(choice, choose=self._chooses()))
         except BaseException:
             # Nothing of this tensor is sent; values of other tensors may be on their way already.
-            bucket.roll_back()
+            self._steps.pop(name).roll_back()
             self._seen.remove(name)
             raise
         if chosen is not None:
-            self._keep_choice(bucket, chosen)
+            self._keep_choice(step, chosen)
         if tensor.levels:
-            values = float_words.pack(bucket.taken, tensor.levels, self.collectives.size)
+            values = float_words.pack(step.taken, tensor.levels, self.collectives.size)
         else:
-            values = bucket.taken.clone()  # Horovod averages in place, and a roll-back needs them
+            values = step.taken.clone()  # Horovod averages in place, and a roll-back needs them
         # One NaN in the values becomes one in the average, and so tells every rank that this
         # gradient was not finite on some rank.
-        is_bad = torch.as_tensor(bucket.bad != 0, device=values.device)
+        is_bad = torch.as_tensor(step.bad != 0, device=values.device)
         values[:1].masked_fill_(is_bad, float("nan"))
         self._handed_over["values"] += values.numel() * values.element_size()
         return values, Sent(name, grad.shape, grad.dtype, choice)
@@ -380,22 +385,22 @@ class PerTensor(Averager):
             bad = ~average.isfinite().all()
             output = average.view(sent.shape)
         else:
-            if sent.name not in self._buckets:
+            if sent.name not in self._steps:
                 raise RuntimeError(
                     f"the step that sent {sent.name} failed, and was rolled back. Load a state, or "
                     "call zero_grad() and backward() again"
                 )
-            bucket, tensor = self._buckets[sent.name], self._residues.tensors[sent.name]
+            step, tensor = self._steps[sent.name], self._residues.tensors[sent.name]
             if tensor.levels:
-                result = self._scaled(bucket, tensor, result)
+                result = self._scaled(sent, tensor, result)
             average = result.to(tensor.residue.dtype) / self._scale
             bad = ~average.to(sent.dtype).isfinite().all()
             flat = torch.empty(sent.shape.numel(), dtype=sent.dtype, device=result.device)
-            bucket.receive(sent.choice, result)
-            bucket.scatter({sent.name: flat})
+            step.receive(sent.choice, result)
+            step.scatter({sent.name: flat})
             output = flat.masked_fill_(bad, float("nan")).view(sent.shape)
             if self._news.channel is None:
-                self._given[sent.name] = flat, bucket.grads[sent.name]
+                self._given[sent.name] = flat, step.grads[sent.name]
         self._bad.append(bad)
         self._pending.pop(sent.name, None)
         if not self._pending:
@@ -455,13 +460,13 @@ class PerTensor(Averager):
                 "this ScaleCom serves another optimizer. Make one for each optimizer: "
                 "ScaleCom(named_parameters=...)"
             )
-        seen = {name: self._buckets[name] for name in self._seen if name in self._buckets}
+        seen = {name: self._steps[name] for name in self._seen if name in self._steps}
         self._fresh.clear()
         void = any(map(bool, self._bad))
         self._news.end(has_sent=not (void or self._idle or self._whole))
         if self._idle or void:
-            for bucket in seen.values():
-                bucket.roll_back()
+            for step in seen.values():
+                step.roll_back()
         if self._idle:
             self._average_again()
         elif void:
@@ -469,8 +474,9 @@ class PerTensor(Averager):
         else:
             self._count_step(seen)
         self._given.clear()
-        for bucket in seen.values():
-            bucket.forget()
+        for step in seen.values():
+            step.release()
+        self._steps = {}
 
     def _hear_from_ranks(self) -> None:
         """Tell all ranks how this one stands. To refuse the step, all ranks raise RuntimeError.
@@ -487,19 +493,19 @@ class PerTensor(Averager):
                 self._agree()
         except RuntimeError:
             if self._changed:  # others may have changed unnoticed
-                for bucket in self._buckets.values():
-                    bucket.roll_back(keep_gradients=True)
+                for step in self._steps.values():
+                    step.roll_back(keep_gradients=True)
             self.abort()
             raise
 
-    def _count_step(self, seen: Mapping[str, Bucket]) -> None:
+    def _count_step(self, seen: Mapping[str, BucketStep]) -> None:
         residues = self._residues
         if residues.norms_due() and not self._whole:
-            residues.look([bucket.norms() for bucket in seen.values()])
+            residues.look([step.norms() for step in seen.values()])
         last_whole = self._whole and residues.step + 1 >= residues.config.warmup_steps
         if last_whole and self._chooses():
-            for bucket in seen.values():
-                self._keep_choice(bucket, finished(bucket.select()))
+            for step in seen.values():
+                self._keep_choice(step, finished(step.select()))
         if last_whole or not self._whole:
             root = self._next_leader()
             for number, ahead in enumerate(self._ahead.values()):
@@ -528,21 +534,19 @@ class PerTensor(Averager):
         """Whether this rank chooses for the next step."""
         return self._next_leader() == self.collectives.position
 
-    def _keep_choice(self, bucket: Bucket, chosen: torch.Tensor) -> None:
-        for name, own in bucket.split_choice(chosen).items():
+    def _keep_choice(self, step: BucketStep, chosen: torch.Tensor) -> None:
+        for name, own in step.choices.split(chosen).items():
             tensor = self._residues.tensors[name]
             for what, value in self._ahead[tensor.residue.device].of(tensor).items():
                 value.copy_(own[what])
 
-    def _scaled(
-        self, bucket: Bucket, tensor: CompressedTensor, result: torch.Tensor
-    ) -> torch.Tensor:
+    def _scaled(self, sent: Sent, tensor: CompressedTensor, result: torch.Tensor) -> torch.Tensor:
         """The values (k,) that words of integers stand for: average or sum, as the script asked."""
         k = tensor.geometry.k
         if not result.isfinite().all():  # some rank's gradient was not
             return result.new_full((k,), math.nan)
         sums, share = float_words.unpack(result, k, tensor.levels, self.collectives.size)
-        return bucket.scaled(sums) * share
+        return self._buckets[sent.name].scaled(sums, sent.choice) * share
 
     def _make_buckets(self) -> None:
         """Make one bucket for each tensor, and room for the offsets of all.

@@ -18,6 +18,7 @@ from bench_cases import transformer_shapes
 
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import finished
 from scalecom_hvd.exchange.residue import CompressedTensor, Residues
 
@@ -46,20 +47,20 @@ class Model:
         self.grads = list(grads.values())
         self.residues = [tensor.residue for tensor in residues.tensors.values()]
         self.outputs = {name: torch.zeros_like(grad) for name, grad in grads.items()}
-        self.bucket = Bucket(0, list(parameters), parameters, residues, ranks=2)
-        self.bucket.begin(1.0, grads=grads)
+        bucket = Bucket(0, list(parameters), parameters, residues, ranks=2)
+        self.step = BucketStep(bucket, 1.0, grads)
         self.offsets = self.select().clone()
         self.take_and_accumulate()
-        self.bucket.receive(self.offsets, self.bucket.taken)
+        self.step.receive(self.offsets, self.step.taken)
 
     def select(self) -> torch.Tensor:
-        return finished(self.bucket.select())
+        return finished(self.step.select())
 
     def take_and_accumulate(self, choose: bool = False) -> None:
-        finished(self.bucket.take_and_accumulate(self.offsets, choose))
+        finished(self.step.take_and_accumulate(self.offsets, choose))
 
     def scatter(self) -> None:
-        self.bucket.scatter(self.outputs)
+        self.step.scatter(self.outputs)
 
 
 def candidates(rate: float, beta: float) -> dict[str, Callable[[], object]]:

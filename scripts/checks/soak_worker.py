@@ -32,9 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd import ddp
-from scalecom_hvd.exchange.bucket_step import BucketSteps
 from scalecom_hvd.exchange.methods.base import BucketCollectives
-from scalecom_hvd.exchange.new_gradients import NewGradients
+from scalecom_hvd.exchange.optimizer_gradients import OptimizerGradients
+from scalecom_hvd.exchange.waves import Waves
 
 FEATURES, HIDDEN, OUTPUTS, BATCH = 64, 128, 32, 32
 Arrays = dict[str, np.ndarray]
@@ -108,8 +108,13 @@ class Trainer:
         """See gradients before anybody changes them, and die at the points where it is told to."""
         for name, parameter in self.model.named_parameters():
             parameter.register_hook(lambda grad, name=name: self._see(name, grad))
-        self._comes_by_before(NewGradients, "signal", Point.SIGNAL)
-        self._comes_by_before(BucketSteps, "complete", Point.AVERAGES)
+        if self.plan.optimizer == "stock":
+            from scalecom_hvd.torch.news import News
+
+            self._comes_by_before(News, "signal", Point.SIGNAL)
+        else:
+            self._comes_by_before(OptimizerGradients, "_header", Point.SIGNAL)
+        self._comes_by_before(Waves, "complete", Point.AVERAGES)
         if self.plan.optimizer == "stock":
             self._die_between_in_stock()
         else:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Step
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "examples"))
@@ -44,7 +44,7 @@ def train(name: str, settings: dict | None) -> float:
     data = load_digits()
     generator = torch.Generator().manual_seed(100 + hvd.rank())
     if name == "every rank its own indices":
-        Bucket.take = take_at_own_indices
+        BucketStep.take_and_accumulate = take_at_own_indices
     for _ in range(STEPS):
         chosen = torch.randint(0, len(data.train_images), (BATCH,), generator=generator)
         optimizer.zero_grad()
@@ -55,7 +55,7 @@ def train(name: str, settings: dict | None) -> float:
         if name == "residues thrown away":
             for tensor in optimizer.compression.residues.tensors.values():
                 tensor.residue.zero_()
-    Bucket.take = sound_take
+    BucketStep.take_and_accumulate = sound_take
     with torch.no_grad():
         right = [
             (model(shift(data.test_images, x, y)).argmax(1) == data.test_labels)
@@ -65,18 +65,19 @@ def train(name: str, settings: dict | None) -> float:
     return 100 * float(torch.stack(right).float().mean())
 
 
-sound_take = Bucket.take
+sound_take = BucketStep.take_and_accumulate
 
 
-def take_at_own_indices(bucket: Bucket, offsets: torch.Tensor) -> Step:
+def take_at_own_indices(bucket: BucketStep, offsets: torch.Tensor, choose: bool = False) -> Step:
     """Send what a rank would send if it took itself for the leader."""
     own = offsets.clone()
     generator = torch.Generator().manual_seed(hvd.rank())
-    for tensor, part in zip(bucket.tensors, bucket.split_offsets(own).values(), strict=True):
-        k = tensor.geometry.k
+    choices = bucket.choices.split(own).values()
+    for tensor, choice in zip(bucket.tensors, choices, strict=True):
+        k, part = tensor.geometry.k, choice["offsets"]
         rows = torch.randint(0, max(tensor.residue.numel() // k - 1, 1), (k,), generator=generator)
         part.copy_(rows)
-    return sound_take(bucket, own)
+    return sound_take(bucket, own, choose)
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import scalecom_hvd.ddp as ddp
-from scalecom_hvd.exchange.bucket_step import BucketSteps
 from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.waves import Waves
 
 SETTINGS = {"rate": 5, "min_numel": 20, "bucket_bytes": 2000}
 FORMS = {
@@ -193,10 +193,10 @@ def test_buckets_travel_while_backward_runs(kind, monkeypatch):
         called, stepped, _ = with_hook(model, mesh=mesh)
     else:
         called, stepped, _ = with_hook(model, finds_unused=kind == "finds unused")
-    complete, finish = BucketSteps.complete, Exchange._finish
+    complete, finish = Waves.complete, Exchange._finish
 
     def watched_finish(exchange):
-        begun = [step.has_begun and not step.has_more for step in exchange._steps.all]
+        begun = [step.has_begun and not step.has_more for step in exchange._waves.all]
         seen.append(len(begun) > 2 and all(begun) and delayed.host_waits() == waits)
         return finish(exchange)
 
@@ -206,7 +206,7 @@ def test_buckets_travel_while_backward_runs(kind, monkeypatch):
         assert delayed.host_waits() == before
 
     monkeypatch.setattr(Exchange, "_finish", watched_finish)
-    monkeypatch.setattr(BucketSteps, "complete", watched_complete)
+    monkeypatch.setattr(Waves, "complete", watched_complete)
     for step in range(5):
         stepped.zero_grad()
         loss = loss_of(called, step, DEVICE)

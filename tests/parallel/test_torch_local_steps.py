@@ -19,6 +19,7 @@ from oracles import methods as oracle
 from oracles.local_steps import LocalStepsReference, nesterov
 
 from scalecom_hvd.exchange.background_thread import wait_for_kept
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.kernels import positions_of
 from scalecom_hvd.schedule import Schedule
 
@@ -248,58 +249,41 @@ def test_parity_where_synchronisation_points_change(compression):
     hold_to_the_oracle(compression, {0: 1, 5: 3, 15: 7}, 40, **ONE_BUCKET)
 
 
-def record(optimizer):
-    """{name: the sum of all that this rank handed over for sending}.
+@pytest.fixture
+def sent(monkeypatch):
+    """{name: the sum of all that this rank handed over for sending}, as buckets are told of it."""
+    sent = {name: torch.zeros(shape).double() for name, shape in SHAPES.items()}
 
-    It is recorded where buckets are told of it.
-    """
-    exchange, sent = (
-        optimizer._local.exchange,
-        {name: torch.zeros(shape).double() for name, shape in SHAPES.items()},
-    )
-
-    def watch(bucket):
-        take_and_accumulate, send, fill = bucket.take_and_accumulate, bucket.send, bucket.fill
-
-        def takes_and_accumulates(offsets, choose=False):
-            chosen = yield from take_and_accumulate(offsets, choose)
-            values = bucket.scaled(bucket.taken) if bucket._levels else bucket.taken
-            slots, numbers = bucket.split_offsets(offsets), values.double().split(bucket.counts)
-            for (name, tensor), own in zip(bucket.compressed.items(), numbers, strict=True):
-                sent[name].view(-1)[positions_of(tensor.geometry, slots[name])] += own
+    class Recording(BucketStep):
+        def take_and_accumulate(self, offsets, choose=False):
+            chosen = yield from super().take_and_accumulate(offsets, choose)
+            own = self._bucket
+            values = own.scaled(self.taken, offsets) if own.levels else self.taken
+            choice, numbers = self.choices.split(offsets), values.double().split(self.counts)
+            for (name, tensor), part in zip(self.compressed.items(), numbers, strict=True):
+                positions = positions_of(tensor.geometry, choice[name]["offsets"])
+                sent[name].view(-1)[positions] += part
             return chosen
 
-        def sends(places, values):
-            before = bucket.accumulators.clone().double()
-            send(places, values)
-            for name, part in zip(
-                bucket.compressed,
-                (before - bucket.accumulators.double()).split(bucket.sizes),
-                strict=True,
-            ):
+        def send(self, places, values):
+            before = self.accumulators.clone().double()
+            super().send(places, values)
+            parts = (before - self.accumulators.double()).split(self.sizes)
+            for name, part in zip(self.compressed, parts, strict=True):
                 sent[name] += part.view(SHAPES[name])
 
-        def fills():
-            filled = fill()
-            for name, values in {} if bucket.whole else bucket._values.whole.items():
+        def fill(self):
+            filled = super().fill()
+            for name, values in {} if self.whole else self._bucket.values.whole.items():
                 sent[name] += values.double().view(SHAPES[name])
             return filled
 
-        bucket.take_and_accumulate, bucket.send, bucket.fill = takes_and_accumulates, sends, fills
-
-    make_buckets = exchange._make_buckets
-
-    def making(plan):
-        make_buckets(plan)
-        for bucket in exchange.buckets:
-            watch(bucket)
-
-    exchange._make_buckets = making
+    monkeypatch.setattr("scalecom_hvd.exchange.exchange.BucketStep", Recording)
     return sent
 
 
 @pytest.mark.parametrize("compression", [*SOME, "ScaleCom, exact, beta", "RandomK, own, 4 bits"])
-def test_nothing_is_lost_in_200_steps(compression):
+def test_nothing_is_lost_in_200_steps(compression, sent):
     """Compare where all ranks began and ended with what was sent.
 
     The common start minus the common end is the average of what was sent. What each rank changed is
@@ -308,7 +292,6 @@ def test_nothing_is_lost_in_200_steps(compression):
     model = begin()
     start = {name: parameter.detach().clone() for name, parameter in model.items()}
     optimizer, compressor = make(model, COMPRESSIONS[compression](beta=1.0), 4)
-    sent = record(optimizer)
     changed = {
         name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in model.items()
     }

@@ -13,7 +13,7 @@ from faces import hvd
 from models import SHAPES, assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
 from momentum import Momentum
 
-from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 
 
 def make(model, lr=0.1, momentum=0.9, **settings):
@@ -132,7 +132,7 @@ def test_a_step_that_does_not_count_is_undone(why, monkeypatch):
 
         feed(model, grads)
         with monkeypatch.context() as patch, pytest.raises(hvd.HorovodInternalError):
-            patch.setattr(Bucket, "is_sound", lost)  # all is averaged, but nothing counts yet
+            patch.setattr(BucketStep, "is_sound", lost)  # all is averaged, but nothing counts yet
             optimizer.synchronize()
         optimizer.load_state_dict(optimizer.state_dict())  # Horovod drops its handles
     assert_equal(numbers(method.state_dict()), before)

@@ -11,10 +11,11 @@ from scalecom_hvd.bucket_layout import cut
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import LAST, Wait, finished
-from scalecom_hvd.exchange.exchange import BucketStep
 from scalecom_hvd.exchange.gradients import as_bytes
 from scalecom_hvd.exchange.residue import Residues
+from scalecom_hvd.exchange.waves import Progress
 
 
 def new_bucket(numel=1_000_000, thread=None, dtype=torch.float32, beta=0.5, **settings):
@@ -33,7 +34,7 @@ def with_gradients(bucket):
 
 
 def begin(bucket, scale=1.0, **how):
-    bucket.begin(scale, bucket.came, **how)
+    return BucketStep(bucket, scale, bucket.came, **how)
 
 
 class Owner:
@@ -47,9 +48,9 @@ class Owner:
 
 
 MOVES = {
-    "cyclic": lambda bucket: bucket.take_and_accumulate(torch.zeros_like(bucket._offsets[1])),
-    "look-ahead": lambda bucket: bucket.take_and_accumulate(
-        torch.zeros_like(bucket._offsets[1]), choose=True
+    "cyclic": lambda own: own.take_and_accumulate(torch.zeros_like(own.choices.new())),
+    "look-ahead": lambda own: own.take_and_accumulate(
+        torch.zeros_like(own.choices.new()), choose=True
     ),
 }
 
@@ -60,8 +61,8 @@ def test_a_step_given_up_while_a_kernel_runs_is_rolled_back(kind):
     bucket = new_bucket(thread=owner.thread)
     residue = bucket.tensors[0].residue
     before, moved = residue.clone(), []
-    begin(bucket)
-    (kernel, _), *_ = bucket._kernels
+    own = begin(bucket)
+    (kernel, _), *_ = bucket.kernels
     roll_back = kernel.roll_back
 
     def noting(*arguments):
@@ -70,28 +71,26 @@ def test_a_step_given_up_while_a_kernel_runs_is_rolled_back(kind):
 
     kernel.roll_back = noting
     owner.thread.submit(may_begin.wait, 30)
-    move = MOVES[kind](bucket)
+    move = MOVES[kind](own)
     wait = next(move)
     assert (wait.what, wait.round, wait.work.done()) == ("kernel", 0, False)
     may_begin.set()
-    bucket.roll_back()  # this waits for the kernel; `move` is not resumed
+    own.roll_back()  # this waits for the kernel; `move` is not resumed
     assert wait.work.done()
     assert moved == [True]
-    bucket.forget()
+    own.release()
     torch.testing.assert_close(residue, before, rtol=1e-6, atol=1e-6)
-    assert bucket.grads == {}
 
 
 @pytest.mark.parametrize("numel", [3000, 1_000_000])
 def test_small_kernels_run_at_once_and_large_ones_on_the_thread(numel):
     owner = Owner()
     bucket = new_bucket(numel, owner.thread)
-    begin(bucket)
-    waits = list(bucket.select())
+    own = begin(bucket)
+    waits = list(own.select())
     assert [wait.what for wait in waits] == ["kernel"] * (numel > 3000)
     assert all(wait.work.done() for wait in waits)
-    bucket.roll_back()
-    bucket.end()
+    own.roll_back()
 
 
 class Made:
@@ -110,8 +109,16 @@ class Made:
         return torch.zeros(0)
 
 
+def progress():
+    """The progress of a bucket whose step has begun."""
+    bucket = new_bucket(3000)
+    own = Progress(bucket)
+    own.step = begin(bucket)
+    return own
+
+
 def test_a_step_waits_for_no_round_that_others_have_not_come_to():
-    step, waited, over = BucketStep(new_bucket(3000)), [], []
+    step, waited, over = progress(), [], []
     kernel, offsets, values = (Made(what, waited) for what in ("kernel", "offsets", "values"))
 
     def moves():
@@ -148,7 +155,7 @@ def test_a_step_waits_for_no_round_that_others_have_not_come_to():
 
 
 def test_a_step_waits_for_what_it_is_let():
-    step, waited = BucketStep(new_bucket(3000)), []
+    step, waited = progress(), []
     first, second, last = (Made(what, waited) for what in ("first", "second", "last"))
 
     def moves():
@@ -174,10 +181,10 @@ def test_moves_on_two_threads_have_ranges_of_their_own_in_a_profile():
 
     def moving(meanwhile):
         bucket = new_bucket(3000)
-        begin(bucket)
-        (kernel, _), *_ = bucket._kernels
+        own = begin(bucket)
+        (kernel, _), *_ = bucket.kernels
         kernel.choose = lambda *_: meanwhile()
-        return bucket
+        return own
 
     def in_first():
         first.set()
@@ -218,29 +225,50 @@ def test_gradients_on_another_device_than_residues_are_refused(name):
         ".*is on its device"
     )
     with pytest.raises(RuntimeError, match=message):
-        bucket.begin(1.0, grads=grads)
+        BucketStep(bucket, 1.0, grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_what_is_sent_whole_is_the_gradient_itself_where_its_dtype_travels(dtype):
+def test_what_is_sent_whole_leaves_residues_alone(dtype):
     bucket = new_bucket(5000, dtype=dtype)
-    own = [grad.fill_(1) for grad in bucket.came.values()]
+    for grad in bucket.came.values():
+        grad.fill_(1)
     before = bucket.tensors[0].residue.clone()
-    begin(bucket, whole=True)
-    averaged = bucket.fill()
-    if dtype == torch.bfloat16:  # Horovod has no bfloat16
-        assert {buffer.dtype for buffer in averaged.values()} == {torch.float32}
-    else:
-        places = [buffer.data_ptr() for buffer in averaged.values()]
-        assert places == [grad.data_ptr() for grad in own]
-    for buffer in averaged.values():
-        buffer.mul_(0.5)
-    assert bucket.is_sound()
-    bucket.commit()
-    for name, gradient in bucket.end().items():
+    own = begin(bucket, whole=True)
+    buffer = own.fill()
+    # Horovod has no bfloat16.
+    assert buffer.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert all(grad.eq(1).all() for grad in own.grads.values()), "the step may still be skipped"
+    buffer.mul_(0.5)
+    assert own.is_sound()
+    own.commit()
+    for name, gradient in own.grads.items():
         assert gradient.dtype == dtype
         assert gradient.eq(0.5).all(), name
     assert torch.equal(bucket.tensors[0].residue, before)
+
+
+@pytest.mark.parametrize("form", ["in place", "accumulators"])
+def test_a_tensor_that_no_rank_uses_sends_nothing(form):
+    bucket = many_tensors()
+    bucket.came["wide"].zero_()
+    before = {t.name: t.residue.normal_().clone() for t in bucket.tensors}
+    own = begin(bucket)
+    if form == "in place":
+        offsets = finished(own.select())
+        finished(own.take_and_accumulate(offsets))
+        own.receive(offsets, own.taken.clone())
+    else:
+        places = own.places_at(own.choose())
+        sent = own.sendable(places)
+        own.send(places, sent)
+        own.receive(places, sent)
+    own.fill()
+    own.commit(unused={"wide"})
+    for tensor in bucket.tensors:
+        stays = torch.allclose(tensor.residue, before[tensor.name], rtol=1e-6, atol=1e-6)
+        assert stays == (tensor.name == "wide")
+        assert own.grads[tensor.name].any() == (tensor.name != "wide")
 
 
 def many_tensors(bits=32):
@@ -256,31 +284,31 @@ def many_tensors(bits=32):
 def test_choices_are_split_and_joined(bits):
     """Choices that come from one buffer are joined without a copy."""
     bucket = many_tensors(bits=bits)
-    begin(bucket)
-    chosen = finished(bucket.select())
-    parts = bucket.split_choice(chosen)
+    own = begin(bucket)
+    chosen, choices = finished(own.select()), bucket.choices
+    parts = choices.split(chosen)
     for tensor in bucket.tensors:
         own = parts[tensor.name]
         assert own.keys() == ({"offsets"} if bits == 32 else {"offsets", "scales"})
         assert own["offsets"].dtype == tensor.offset_dtype
         assert own["offsets"].shape == (tensor.geometry.k,)
-    assert bucket.join_choice(parts).data_ptr() == chosen.data_ptr()
+    assert choices.join(parts).data_ptr() == chosen.data_ptr()
     copies = {name: {w: v.clone() for w, v in own.items()} for name, own in parts.items()}
-    assert bucket.join_choice(copies).data_ptr() != chosen.data_ptr()
-    assert torch.equal(bucket.join_choice(copies), chosen)
+    assert choices.join(copies).data_ptr() != chosen.data_ptr()
+    assert torch.equal(choices.join(copies), chosen)
     as_bytes = {
         name: own | {"offsets": own["offsets"].view(torch.uint8)} for name, own in copies.items()
     }
-    assert torch.equal(bucket.join_choice(as_bytes), chosen)
+    assert torch.equal(choices.join(as_bytes), chosen)
     # These parts come from one buffer, but in another order.
     narrow, other = parts["narrow"]["offsets"], parts["other"]["offsets"]
     swapped = parts | {
         "narrow": parts["narrow"] | {"offsets": other[:301]},
         "other": parts["other"] | {"offsets": torch.cat([narrow] * 2)[:429]},
     }
-    joined = bucket.join_choice(swapped)
+    joined = choices.join(swapped)
     assert joined.data_ptr() != chosen.data_ptr()
-    for name, own in bucket.split_choice(joined).items():
+    for name, own in choices.split(joined).items():
         for what, part in own.items():
             assert torch.equal(part, swapped[name][what])
 
@@ -291,42 +319,39 @@ def test_both_forms_of_moves_take_and_leave_the_same():
     for ours, theirs in zip(in_place.tensors, apart.tensors, strict=True):
         theirs.residue.copy_(ours.residue.normal_())
     apart.came = {name: grad.clone() for name, grad in in_place.came.items()}
-    for bucket in (in_place, apart):
-        begin(bucket, 0.5)
-    chosen = finished(in_place.select())
-    finished(in_place.take_and_accumulate(chosen))
-    values = in_place.taken.clone()
-    in_place.receive(chosen, values)
+    one, two = begin(in_place, 0.5), begin(apart, 0.5)
+    chosen = finished(one.select())
+    finished(one.take_and_accumulate(chosen))
+    values = one.taken.clone()
+    one.receive(chosen, values)
 
-    offsets = apart.choose()
+    offsets = two.choose()
     assert torch.equal(offsets, chosen)
-    places = apart.places_at(offsets)
-    sent = apart.sendable(places)
+    places = two.places_at(offsets)
+    sent = two.sendable(places)
     torch.testing.assert_close(sent, values)
-    assert not torch.allclose(apart.accumulators[places], sent), "all waits against its gradient"
-    apart.send(places, sent)
-    apart.receive(places, sent)
-    for bucket in (in_place, apart):
-        bucket.fill()
-        assert bucket.is_sound()
-        bucket.commit()
-    averages = [bucket.end() for bucket in (in_place, apart)]
+    assert not torch.allclose(two.accumulators[places], sent), "all waits against its gradient"
+    two.send(places, sent)
+    two.receive(places, sent)
+    for own in (one, two):
+        own.fill()
+        assert own.is_sound()
+        own.commit()
     for ours, theirs in zip(in_place.tensors, apart.tensors, strict=True):
-        torch.testing.assert_close(averages[0][ours.name], averages[1][ours.name])
+        torch.testing.assert_close(one.grads[ours.name], two.grads[ours.name])
         torch.testing.assert_close(ours.residue, theirs.residue)
 
 
 def test_the_two_forms_of_moves_are_not_mixed():
     bucket = new_bucket(3000)
-    begin(bucket)
-    bucket.accumulators  # noqa: B018
+    own = begin(bucket)
+    own.accumulators  # noqa: B018
     with pytest.raises(AssertionError, match="a move in place was asked for after accumulators"):
-        finished(bucket.select())
-    bucket.end()
-    begin(bucket)
-    finished(bucket.select())
+        finished(own.select())
+    own = begin(bucket)
+    finished(own.select())
     with pytest.raises(AssertionError, match="accumulators were asked for after a move in place"):
-        bucket.choose()
+        own.choose()
 
 
 def test_buckets_get_smaller_towards_the_end_and_hold_every_name_once():
@@ -375,10 +400,10 @@ class Operations(TorchDispatchMode):
 def test_no_operation_needs_memory_of_cublas():
     bucket = new_bucket(rate=16)
     with Operations() as operations:
-        begin(bucket)
-        offsets = finished(bucket.select())
-        finished(bucket.take_and_accumulate(offsets))
-        bucket.fill()
-        bucket.receive(offsets, bucket.averages_taken())
-        bucket.commit()
+        own = begin(bucket)
+        offsets = finished(own.select())
+        finished(own.take_and_accumulate(offsets))
+        own.fill()
+        own.receive(offsets, own.averages_taken())
+        own.commit()
     assert operations.names.isdisjoint({"dot", "vdot", "mv", "addmv", "mm", "addmm", "bmm"})

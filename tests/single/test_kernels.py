@@ -18,6 +18,7 @@ from scalecom_hvd import ScaleComConfig
 from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import finished
 from scalecom_hvd.exchange.kernel_choice import kernel_for
 from scalecom_hvd.exchange.kernels import NativeKernel, TensorSlot, TorchKernel, Wire
@@ -327,25 +328,25 @@ def test_no_gradient_poisons_the_residue_for_ever(kernel, lookahead, huge, monke
             grad[::3] = huge
         average = reference.step([{"p0": grad}])["p0"]
         output = torch.from_numpy(grad.copy())
-        bucket.begin(1.0, grads={"p0": output})
+        own = BucketStep(bucket, 1.0, {"p0": output})
         if lookahead and step == 0:
-            ahead = finished(bucket.select())
-            bucket.commit()
-            bucket.forget()
+            ahead = finished(own.select())
+            own.commit()
+            own.release()
             continue
-        offsets = ahead if lookahead else finished(bucket.select())
-        chosen = finished(bucket.take_and_accumulate(offsets, choose=lookahead))
-        assert np.isnan(average).all() == bool(bucket.bad)
-        assert bool(bucket.bad) == (5 <= step < 50 and huge != 2.0**100)
-        if bucket.bad:
-            bucket.roll_back()
+        offsets = ahead if lookahead else finished(own.select())
+        chosen = finished(own.take_and_accumulate(offsets, choose=lookahead))
+        assert np.isnan(average).all() == bool(own.bad)
+        assert bool(own.bad) == (5 <= step < 50 and huge != 2.0**100)
+        if own.bad:
+            own.roll_back()
         else:
-            bucket.receive(offsets, bucket.taken)
-            bucket.commit()
+            own.receive(offsets, own.taken)
+            own.commit()
             ahead = chosen
             counted += 1
             np.testing.assert_allclose(output.numpy(), average, rtol=1e-5, atol=1e-5)
-        bucket.forget()
+        own.release()
         assert tensor.residue.isfinite().all()
     assert counted == 60 - lookahead - 45 * (huge != 2.0**100)
 
@@ -503,12 +504,12 @@ def test_a_step_with_refused_offsets_is_rolled_back(choose, selection):
     config = ScaleComConfig(bits=32, beta=0.5, selection=selection)
     bucket, (tensor,) = new_bucket([torch.zeros(6401)], config, ranks=2)
     before = tensor.residue.normal_().clone()
-    bucket.begin(1.0, grads={"p0": torch.randn(6401)})
-    offsets = finished(bucket.select())
-    bucket.split_offsets(offsets)["p0"][64] = 1
+    own = BucketStep(bucket, 1.0, {"p0": torch.randn(6401)})
+    offsets = finished(own.select())
+    bucket.choices.split(offsets)["p0"]["offsets"][64] = 1
     with pytest.raises(RuntimeError, match="outside of their lanes"):
-        finished(bucket.take_and_accumulate(offsets, choose))
-    bucket.roll_back()
+        finished(own.take_and_accumulate(offsets, choose))
+    own.roll_back()
     assert torch.equal(tensor.residue, before)
 
 
@@ -533,13 +534,9 @@ SEVERAL = {
     "two": (torch.float32, torch.float64, torch.bfloat16, torch.float64),
 }
 ORDERS = {
-    "leader": lambda bucket, offsets: finished(
-        bucket.take_and_accumulate(finished(bucket.select()))
-    ),
-    "follower": lambda bucket, offsets: finished(bucket.take_and_accumulate(offsets)),
-    "look-ahead": lambda bucket, offsets: finished(
-        bucket.take_and_accumulate(offsets, choose=True)
-    ),
+    "leader": lambda own, offsets: finished(own.take_and_accumulate(finished(own.select()))),
+    "follower": lambda own, offsets: finished(own.take_and_accumulate(offsets)),
+    "look-ahead": lambda own, offsets: finished(own.take_and_accumulate(offsets, choose=True)),
 }
 
 
@@ -557,9 +554,9 @@ def test_a_step_that_fails_anywhere_is_rolled_back(kernels, order, asked, select
     parameters = [torch.zeros(700 + i, dtype=dtype) for i, dtype in enumerate(dtypes)]
     bucket, tensors = new_bucket(parameters, config, ranks=2)
     random = torch.Generator().manual_seed(1)
-    offsets = torch.zeros_like(bucket.new_offsets())
-    for own in bucket.split_offsets(offsets).values() if selection == "exact" else ():
-        own.copy_(torch.arange(len(own)))
+    offsets = torch.zeros_like(bucket.choices.new())
+    for choice in bucket.choices.split(offsets).values() if selection == "exact" else ():
+        choice["offsets"].copy_(torch.arange(len(choice["offsets"])))
     parts, n, failed = set(), 0, True
     while failed:
         before = [tensor.residue.normal_(generator=random).clone() for tensor in tensors]
@@ -568,10 +565,10 @@ def test_a_step_that_fails_anywhere_is_rolled_back(kernels, order, asked, select
             for tensor, dtype in zip(tensors, dtypes, strict=True)
         }
         grads[bucket.names[-1]].zero_()
-        bucket.begin(0.5, grads=grads, idle=bucket.names[-1:])
+        own = BucketStep(bucket, 0.5, grads, idle=bucket.names[-1:])
         try:
             with Failing(n):
-                ORDERS[order](bucket, offsets)
+                ORDERS[order](own, offsets)
             failed = False
         except torch.OutOfMemoryError:
             untouched = [
@@ -579,8 +576,8 @@ def test_a_step_that_fails_anywhere_is_rolled_back(kernels, order, asked, select
                 for tensor, old in zip(tensors, before, strict=True)
             ]
             parts.add(tuple(untouched))
-        bucket.roll_back()
-        bucket.forget()
+        own.roll_back()
+        own.release()
         for tensor, old, same in zip(tensors, before, untouched, strict=True):
             if same and failed:
                 assert torch.equal(tensor.residue, old), f"{tensor.name}, call {n}"
@@ -601,14 +598,14 @@ def test_offsets_that_the_second_kernel_refuses():
     bucket, tensors = new_bucket(parameters, config, ranks=2)
     before = [tensor.residue.normal_().clone() for tensor in tensors]
     grads = [torch.randn(6401, dtype=dtype) for dtype in dtypes]
-    bucket.begin(1.0, grads=dict(zip(bucket.names, grads, strict=True)))
-    assert [kernel.__class__ for kernel, _ in bucket._kernels] == [TorchKernel, NativeKernel]
-    offsets = finished(bucket.select())
-    bucket.split_offsets(offsets)["p1"][64] = 1
+    own = BucketStep(bucket, 1.0, dict(zip(bucket.names, grads, strict=True)))
+    assert [kernel.__class__ for kernel, _ in bucket.kernels] == [TorchKernel, NativeKernel]
+    offsets = finished(own.select())
+    bucket.choices.split(offsets)["p1"]["offsets"][64] = 1
     with pytest.raises(RuntimeError, match="outside of their lanes"):
-        finished(bucket.take_and_accumulate(offsets))
+        finished(own.take_and_accumulate(offsets))
     assert not torch.equal(tensors[0].residue, before[0])
-    bucket.roll_back()
+    own.roll_back()
     for tensor, old in zip(tensors, before, strict=True):
         torch.testing.assert_close(tensor.residue, old)
     assert torch.equal(tensors[1].residue, before[1])

@@ -291,7 +291,8 @@ def test_an_error_on_one_rank_ends_the_step_on_all(where, lookahead, monkeypatch
 
     with monkeypatch.context() as patch:
         bucket, collectives = simulation.exchanges[2].buckets[0], simulation.collectives[2]
-        patch.setattr(bucket if where == "scatter" else collectives, where, fail)
+        kernel, _ = bucket.kernels[0]
+        patch.setattr(kernel if where == "scatter" else collectives, where, fail)
         with pytest.raises(OSError, match="no route to host"):
             simulation.step(as_tensors(made_up(4, 3)))
     if where == "all_reduce":

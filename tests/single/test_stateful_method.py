@@ -466,8 +466,8 @@ class Chooses(Method):
         bucket.send(places, values)
         bucket.receive(places, (yield from collectives.average(values)))
         own = {
-            name: {"chosen": chosen, "count": state.tensors[name]["count"] + 1}
-            for name, chosen in bucket.split_offsets(offsets).items()
+            name: {"chosen": choice["offsets"], "count": state.tensors[name]["count"] + 1}
+            for name, choice in bucket.choices.split(offsets).items()
         }
         method = state.method
         if collectives.bucket == 0:

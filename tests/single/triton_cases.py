@@ -22,6 +22,7 @@ from scalecom_hvd import triton as tiles
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange import kernel_choice
 from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import finished
 from scalecom_hvd.exchange.kernel_choice import kernel_for
 from scalecom_hvd.exchange.kernels import TensorSlot, TorchKernel, Wire
@@ -314,24 +315,26 @@ def steps(device, lookahead):
     bucket, seen, ahead = Bucket(0, list(rates), parameters, residues, ranks=2), [], None
     for step in range(4):
         grads = {n: torch.randn(p.numel()).to(device) for n, p in parameters.items()}
-        parameters["1"].requires_grad_(step != 3)
-        bucket.begin(0.5, grads=grads)
+        idle = ["1"] * (step == 3)
+        if idle:
+            grads["1"].zero_()
+        own = BucketStep(bucket, 0.5, grads, idle=idle)
         if lookahead and step == 0:
-            ahead = finished(bucket.select())
-            bucket.commit()
-            bucket.begin(0.5, grads=grads)
-        offsets = ahead if lookahead else finished(bucket.select())
-        chosen = finished(bucket.take_and_accumulate(offsets, choose=lookahead))
+            ahead = finished(own.select())
+            own.commit()
+            own = BucketStep(bucket, 0.5, grads)
+        offsets = ahead if lookahead else finished(own.select())
+        chosen = finished(own.take_and_accumulate(offsets, choose=lookahead))
         chosen = chosen if lookahead else offsets
-        seen += [torch.as_tensor(bucket.bad), offsets, chosen, bucket.taken]
+        seen += [torch.as_tensor(own.bad), offsets, chosen, own.taken]
         if step == 2:
-            bucket.roll_back()
+            own.roll_back()
         else:
-            bucket.receive(offsets, bucket.taken)
-            bucket.commit()
+            own.receive(offsets, own.taken)
+            own.commit()
             ahead = chosen
         seen += [*grads.values(), *(tensor.residue for tensor in bucket.tensors)]
-        bucket.forget()
+        own.release()
         seen = [
             tensor.cpu().clone() if i >= len(seen) - 10 else tensor for i, tensor in enumerate(seen)
         ]

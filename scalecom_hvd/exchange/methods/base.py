@@ -20,7 +20,7 @@ from scalecom_hvd.agreement import Settings
 from scalecom_hvd.bucket_layout import Stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
-from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Collectives, Step
 from scalecom_hvd.exchange.loss_scale import LossScale
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
@@ -101,7 +101,7 @@ class Method:
     # What a new method defines.
 
     def step(
-        self, bucket: Bucket, collectives: BucketCollectives, state: State
+        self, bucket: BucketStep, collectives: BucketCollectives, state: State
     ) -> Step[State | None]:
         """Average a bucket's compressed tensors over ranks.
 
@@ -119,7 +119,7 @@ class Method:
         )
 
     def whole_step(
-        self, bucket: Bucket, collectives: BucketCollectives, state: State
+        self, bucket: BucketStep, collectives: BucketCollectives, state: State
     ) -> Step[State | None]:
         """In a step that is sent whole this replaces `step`, before gradients travel.
 

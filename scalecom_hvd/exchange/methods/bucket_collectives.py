@@ -7,12 +7,12 @@ collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import LAST, Collectives, Result, Wait, Work
 
 
@@ -36,7 +36,7 @@ class BucketCollectives:
         self,
         collectives: Collectives,
         name: Callable[[str], str],
-        bucket: Bucket,
+        bucket: BucketStep,
         step: int,
         leader_at: Callable[[int, int], int],
         submitted: dict[str, int],
@@ -73,7 +73,7 @@ class BucketCollectives:
         A choice is offsets, and the scales of integers. The other ranks pass
         `bucket.new_offsets()`.
         """
-        message = self._bucket.pack(choice)
+        message = self._bucket.choices.pack(choice)
         work = self._collectives.broadcast(message, root, self._name(f"offsets.{self.bucket}"))
         if message is not choice:
             work = _Unpacked(work, self._bucket, choice)
@@ -94,16 +94,13 @@ class BucketCollectives:
 
         Pass the result to `bucket.receive`.
         """
-        bucket, works = self._bucket, []
-        for ending, buffer in bucket.fill().items():
-            name = self._name(f"{bucket.kind}.{self.bucket}{ending}")
-            works.append(self._collectives.all_reduce(buffer, name))
-            self._submitted["dense"] += buffer.numel() * buffer.element_size()
-        self._submitted["dense"] -= bucket.values_bytes
+        bucket = self._bucket
+        buffer = bucket.fill()
+        work = self._collectives.all_reduce(buffer, self._name(f"{bucket.kind}.{self.bucket}"))
+        self._submitted["dense"] += buffer.nbytes - bucket.values_bytes
         self._submitted["values"] += bucket.values_bytes
-        self._submitted["collectives"] += len(works)
+        self._submitted["collectives"] += 1
         self.sent_values = True
-        work = works[0] if len(works) == 1 else _All(works)
         wait: Wait[torch.Tensor] = Wait("values", work, LAST, lambda _: bucket.averages_taken())
         self.waits.append(wait)
         return wait
@@ -147,7 +144,7 @@ class BucketCollectives:
 class _Unpacked:
     """A choice on its way, which is unpacked when it has arrived."""
 
-    def __init__(self, work: Work, bucket: Bucket, choice: torch.Tensor) -> None:
+    def __init__(self, work: Work, bucket: BucketStep, choice: torch.Tensor) -> None:
         self._work, self._bucket, self._choice = work, bucket, choice
         self._is_unpacked = False
 
@@ -157,19 +154,6 @@ class _Unpacked:
     def wait(self) -> torch.Tensor:
         message = self._work.wait()
         if not self._is_unpacked:
-            self._bucket.unpack(message, self._choice)
+            self._bucket.choices.unpack(message, self._choice)
             self._is_unpacked = True
         return self._choice
-
-
-class _All:
-    """Several collectives as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def done(self) -> bool:
-        return all(work.done() for work in self._works)
-
-    def wait(self) -> torch.Tensor:
-        return [work.wait() for work in self._works][0]

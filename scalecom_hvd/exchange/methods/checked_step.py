@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
@@ -20,7 +20,7 @@ from scalecom_hvd.exchange.methods.state import State
 
 
 def checked_step(
-    method: Method, bucket: Bucket, collectives: BucketCollectives, state: State
+    method: Method, bucket: BucketStep, collectives: BucketCollectives, state: State
 ) -> Step[State | None]:
     """The method's step, or its whole_step, for one bucket.
 
@@ -73,7 +73,7 @@ def _versions(state: State) -> list[int]:
     return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
-def _check_state(name: str, bucket: Bucket, old: State, new: State) -> None:
+def _check_state(name: str, bucket: BucketStep, old: State, new: State) -> None:
     if new.method.keys() != old.method.keys():
         raise ValueError(
             f"{name} returned {sorted(new.method)} for the whole method, but init_method() gave "

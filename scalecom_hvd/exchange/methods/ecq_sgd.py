@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scalecom_hvd.agreement import Settings
-from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
@@ -53,7 +53,7 @@ class ECQSGD(Method):
         """What ranks must have in common besides the config."""
         return {"method": type(self).__name__, "bits": self.bits, "seed": self.seed}
 
-    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
+    def step(self, bucket: BucketStep, collectives: BucketCollectives, state: State) -> Step[None]:
         """Round all accumulators, and average them."""
         everything, counts = slice(None), [len(bucket.accumulators)]
         yield from average_at(bucket, collectives, everything, self.quantiser, counts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.kernels import largest
 from scalecom_hvd.exchange.methods.base import Method
@@ -33,7 +33,7 @@ class GTopK(Method):
 
     uses = ()
 
-    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
+    def step(self, bucket: BucketStep, collectives: BucketCollectives, state: State) -> Step[None]:
         """Gather all choices, and merge them."""
         k = sum(bucket.counts)
         places = largest(bucket.accumulators, k)

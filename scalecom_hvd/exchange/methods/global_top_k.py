@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.kernels import largest
 from scalecom_hvd.exchange.methods.base import Method
@@ -25,7 +25,7 @@ class GlobalTopK(Method):
     uses = ()
     sends_all = True
 
-    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
+    def step(self, bucket: BucketStep, collectives: BucketCollectives, state: State) -> Step[None]:
         """Average all accumulators, and choose from the average."""
         average = yield from collectives.average(bucket.accumulators.clone(), "accumulators")
         parts = average.split(bucket.sizes)

@@ -8,7 +8,7 @@ import torch
 
 from scalecom_hvd.agreement import Settings
 from scalecom_hvd.config import checked_number
-from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
@@ -64,7 +64,7 @@ class LocalTopK(Method):
         own: Settings = {"decay": self.decay} if self.decay < 1 else {}
         return super().settings | own | ({} if self.average == "all" else {"average": self.average})
 
-    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
+    def step(self, bucket: BucketStep, collectives: BucketCollectives, state: State) -> Step[None]:
         """Choose, send to all, add up."""
         if self.decay < 1:
             for tensor, part, frozen in zip(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from scalecom_hvd.exchange.bucket import Bucket, Places
+from scalecom_hvd.exchange.bucket_step import BucketStep, Places
 from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.quantisers import Quantiser, generator
@@ -28,7 +28,7 @@ def rounded(
 
 
 def average_at(
-    bucket: Bucket,
+    bucket: BucketStep,
     collectives: BucketCollectives,
     places: Places,
     quantiser: Quantiser,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from scalecom_hvd.agreement import Settings
-from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
@@ -50,7 +50,7 @@ class RandomK(Method):
         shared = {} if self.shared else {"shared": False}
         return super().settings | {"seed": self.seed} | shared
 
-    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
+    def step(self, bucket: BucketStep, collectives: BucketCollectives, state: State) -> Step[None]:
         """Draw, and average the values there."""
         numbers = self.seed, collectives.step, collectives.bucket
         if self.shared:
@@ -69,7 +69,7 @@ class RandomK(Method):
             bucket.receive(at, values * collectives.share)
 
     @staticmethod
-    def _draw(bucket: Bucket, random: torch.Generator) -> torch.Tensor:
+    def _draw(bucket: BucketStep, random: torch.Generator) -> torch.Tensor:
         places = bucket.places([draw(lanes, random) for lanes in bucket.geometries])
         return places.to(bucket.accumulators.device)
 

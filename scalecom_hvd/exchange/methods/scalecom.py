@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Step, Wait
 from scalecom_hvd.exchange.methods.base import OPTIONAL, Method
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
@@ -88,7 +88,7 @@ class ScaleCom(Method):
         return cls(rate=rate, beta=beta, bits=32, flush=False, nu=1, **settings)
 
     def step(
-        self, bucket: Bucket, collectives: BucketCollectives, state: State
+        self, bucket: BucketStep, collectives: BucketCollectives, state: State
     ) -> Step[State | None]:
         """One bucket's step, in the form that was asked for."""
         if self.config.lookahead:
@@ -97,7 +97,7 @@ class ScaleCom(Method):
             return self.quantised(bucket, collectives)
         return self.cyclic(bucket, collectives)
 
-    def cyclic(self, bucket: Bucket, collectives: BucketCollectives) -> Step[None]:
+    def cyclic(self, bucket: BucketStep, collectives: BucketCollectives) -> Step[None]:
         """The leader chooses in this step, for this step."""
         leads = collectives.leads()
         chosen = (yield from bucket.select()) if leads else bucket.new_offsets()  # (1), (2)
@@ -107,10 +107,10 @@ class ScaleCom(Method):
         bucket.receive(offsets, averages)
 
     def look_ahead(
-        self, bucket: Bucket, collectives: BucketCollectives, state: State
+        self, bucket: BucketStep, collectives: BucketCollectives, state: State
     ) -> Step[State]:
         """The next step's leader chooses in this step. The choice for this step is here already."""
-        offsets = bucket.join_choice(state.tensors)
+        offsets = bucket.choices.join(state.tensors)
         # Taking comes first, so that the next leader chooses from residues that this step's values
         # have left. Both come before the all-reduce, because they count what is not finite.
         leads = collectives.leads(later=1)
@@ -121,7 +121,7 @@ class ScaleCom(Method):
         bucket.receive(offsets, averages)
         return next_state
 
-    def quantised(self, bucket: Bucket, collectives: BucketCollectives) -> Step[None]:
+    def quantised(self, bucket: BucketStep, collectives: BucketCollectives) -> Step[None]:
         """As `cyclic`, with values that a quantiser rounds to few bits."""
         leads = collectives.leads()
         chosen = bucket.choose() if leads else bucket.new_offsets()  # (1), (2)
@@ -130,7 +130,7 @@ class ScaleCom(Method):
         yield from average_at(bucket, collectives, places, self.quantiser)
 
     def whole_step(
-        self, bucket: Bucket, collectives: BucketCollectives, state: State
+        self, bucket: BucketStep, collectives: BucketCollectives, state: State
     ) -> Step[State | None]:
         """With look-ahead, make the first choice in the last step that is sent whole."""
         if not self.config.lookahead or state.whole_next or not bucket.tensors:
@@ -141,7 +141,7 @@ class ScaleCom(Method):
 
     def _broadcast_ahead(
         self,
-        bucket: Bucket,
+        bucket: BucketStep,
         collectives: BucketCollectives,
         state: State,
         chosen: torch.Tensor | None,
@@ -151,7 +151,7 @@ class ScaleCom(Method):
         travelling = collectives.broadcast_choice(offsets, collectives.leader(later=1))
         # By the next step, every rank has submitted it.
         arrives: Wait[torch.Tensor] = Wait("offsets", travelling.work, round=0)
-        parts = bucket.split_choice(offsets)
+        parts = bucket.choices.split(offsets)
         own = {name: {**old, **parts[name]} for name, old in state.tensors.items()}
         return dataclasses.replace(state, tensors=own, arrives=arrives)
 
