@@ -399,16 +399,18 @@ def test_nothing_is_lost_where_gradients_are_changed(what, library):
         kind = synchronizing if "synchronize" in what else changing
         script, factor, settings = kind(CHANGES["mul_"]), 0.25, {}
     model, optimizer, compressor = make(library, SMALL, rate=20, **settings)
-    came_in, kept = ({name: np.zeros(shape) for name, shape in SMALL.items()} for _ in range(2))
+    came_in = {name: np.zeros(shape) for name, shape in SMALL.items()}
+    kept = [np.zeros(SMALL["weight"])]
     for step in range(5):
         optimizer.zero_grad()
         everyone = [gradients(SMALL, rank, step) for rank in range(hvd.size())]
         mine = loss_of(model, everyone[hvd.rank()])
         if refuses(lambda: script(model, optimizer, mine)):  # noqa: B023
-            # A refused step leaves its gradients unchanged in residues if its buckets had begun.
-            # Hooks begin buckets once ranks have agreed.
+            # A refused step leaves a rank's gradients unchanged in its residues if its bucket had
+            # moved. Hooks begin buckets once ranks have agreed.
             if compressor.stats()["step"] > 0:
-                kept["weight"] = mean(everyone)["weight"]
+                own = [gradient["weight"] / hvd.size() for gradient in everyone]
+                kept = [sum(some, kept[0]) for some in itertools.product(*([0, g] for g in own))]
             break
         came_in = {name: came_in[name] + own for name, own in mean(everyone).items()}
     waits = mean_residues(compressor, SMALL)
@@ -416,10 +418,9 @@ def test_nothing_is_lost_where_gradients_are_changed(what, library):
     # The change applies to what is sent, or to what was sent.
     exchanged = {name: used[name] + waits[name] for name in SMALL}
     applied = {name: used[name] / factor + waits[name] for name in SMALL}
-    wanted = {name: factor * came_in[name] + kept[name] for name in SMALL}
-    missing = norm({name: exchanged[name] - wanted[name] for name in SMALL}) / (norm(wanted) or 1)
-    is_right = close(exchanged, wanted) or (close(applied, came_in) and not kept["weight"].any())
-    assert is_right, f"the missing share is {missing:.3g}"
+    wanted = {name: factor * own for name, own in came_in.items()}
+    is_right = any(close(exchanged, wanted | {"weight": wanted["weight"] + k}) for k in kept)
+    assert is_right or (close(applied, came_in) and len(kept) == 1)
 
 
 @horovods_alone
@@ -459,10 +460,10 @@ def test_gradients_that_share_a_storage(library):
 @pytest.mark.on_cpus  # for the same reason
 @pytest.mark.parametrize("passes", [1, 2])
 def test_training_goes_on_after_a_refusal(passes):
-    """The refused gradient stays in residues, and the next steps send it."""
+    """What residues keep of the refused gradient is sent by the next steps."""
     model, optimizer, compressor = make(hvd, SMALL, rate=10, beta=1.0)
     optimizer.set_backward_passes_per_step(passes)
-    came = dict.fromkeys(SMALL, 0.0)
+    came, waits = dict.fromkeys(SMALL, 0.0), 0.0
     for step in range(6):
         optimizer.zero_grad()
         everyone = [gradients(SMALL, rank, step) for rank in range(hvd.size())]
@@ -472,10 +473,11 @@ def test_training_goes_on_after_a_refusal(passes):
             with torch.no_grad():
                 model["weight"].grad.mul_(0.1)
             assert refuses(optimizer.step)
-        else:
-            optimizer.step()
-        for name in SMALL if step != 3 else ["weight"]:  # what is sent whole is not kept
-            came[name] = came[name] + mean(everyone)[name]
+            came["weight"] = came["weight"] + mean_residues(compressor, SMALL)["weight"] - waits
+            continue
+        optimizer.step()
+        waits = mean_residues(compressor, SMALL)["weight"]
+        came = {name: came[name] + own for name, own in mean(everyone).items()}
     assert same_on_all_ranks(model.values())
     waits = mean_residues(compressor, SMALL)
     for name, parameter in model.items():
