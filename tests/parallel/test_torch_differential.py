@@ -489,7 +489,7 @@ class Run:
         generator, parameters = torch.Generator().manual_seed(seed * 64 + rank), self.models[model]
         grads = {
             name: (torch.randn(shape, generator=generator) + 0.1 * parameters[name].detach())
-            * (self.program.size * self.scale_now[model])
+            * self.scale_now[model]
             for name, shape in SHAPES.items()
         }
         grads["rows"][torch.rand(40, generator=generator) < 0.8] = 0.0
@@ -732,9 +732,7 @@ class Run:
                 parameter.grad = parameter.grad * 0.5
                 self.new[model] = self.new[model] or None
             elif how == "noise":
-                parameter.grad.add_(
-                    torch.randn(parameter.shape, generator=generator), alpha=0.1 * self.program.size
-                )
+                parameter.grad.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
         self.remember(model)
 
     def scale(self, model, scale):
@@ -791,9 +789,9 @@ class Run:
         if self.library is hvd and self.sent is not None:
             for name, residue in self.residues(model).items():
                 before = self.kept[model].get(name, torch.zeros_like(residue))
-                assert (residue - before).abs().max() <= 1e-4 * (
-                    self.program.size + before.abs().max()
-                ), f"the residue of {name}"
+                assert (residue - before).abs().max() <= 1e-4 * (1 + before.abs().max()), (
+                    f"the residue of {name}"
+                )
                 before.copy_(residue)
 
     def load_where_some_have_gradients(self, model, seed, have):
@@ -895,7 +893,7 @@ class Run:
             left = residue - self.kept[model].get(name, torch.zeros_like(residue))
             whole = grads.get(name, torch.zeros_like(residue)).nan_to_num(0, 0, 0)
             whole = whole / self.scale_now[model]
-            near = 1e-4 * (self.program.size + float(residue.abs().max()))
+            near = 1e-4 * (1 + float(residue.abs().max()))
             assert min(left.abs().max(), (left - whole).abs().max()) <= near, (
                 f"the residue of {name} after a refused step"
             )
