@@ -115,10 +115,10 @@ def test_it_compiles_for_gpus_to_wide_moves_without_fused_multiply_adds_or_spill
     command = [sys.executable, "-c", COMPILE, str(Path(__file__).parent), *target.split()]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-2]) == 52
+    assert int(done.stdout.split()[-2]) == 36
     if "cuda" in target:
         stores = re.findall(r"(\d+) bytes spill stores", done.stdout)
-        assert len(stores) >= 40
+        assert len(stores) >= 30
         # One kernel may spill one or two registers.
         assert sum(map(int, stores)) <= 8
 
