@@ -33,83 +33,66 @@ import pictures
 
 SCRIPTS = Path(__file__).resolve().parent
 METHODS = {"none": "dense", "scalecom": "ScaleCom", "torchrun": "ScaleCom, torchrun"}
+BAR = "{desc} {percentage:3.0f}%|{bar:30}| {elapsed}{postfix}"
+ACC9 = ("acc9", "accuracy over nine shifts, %", 100.0)
+NOTE = """
+{} ranks on this machine. The ratio is that of the whole model: tensors under 2048 elements are sent
+whole, which is much of models this small and little of large ones. Ranks of one machine share its
+memory: the time that less traffic saves shows on a network."""
 
 
 @dataclass(frozen=True)
 class Task:
     """One model to train.
 
-    metric: its name in the metrics file. label: its name on the axis. unit, scale: how its values
-        are shown.
+    metric: its name in the metrics file. label: its name for readers. scale: from the one to the
+        other.
     """
 
     key: str
     title: str
     script: str
-    options: tuple[str, ...]
+    options: str
     steps: int
     metric: str
     label: str
-    unit: str
     scale: float = 1.0
     methods: tuple[str, ...] = ("none", "scalecom")
 
 
-TASKS = (
-    Task(
-        "digits",
-        "ResNet on digits",
-        "train_image.py",
-        ("--dataset", "digits", "--model", "resnet", "--lr", "0.05"),
-        600,
-        "acc9",
-        "accuracy over nine shifts, %",
-        "%",
-        100.0,
-        tuple(METHODS),
-    ),
-    Task(
-        "keras",
-        "Keras ResNet on digits",
-        "train_keras.py",
-        ("--loop", "fit", "--lr", "0.025"),
-        600,
-        "acc9",
-        "accuracy over nine shifts, %",
-        "%",
-        100.0,
-    ),
-    Task(
-        "text",
-        "LSTM on source code",
-        "train_char_lm.py",
-        ("--model", "lstm", "--lr", "0.5"),
-        1500,
-        "bits_per_character",
-        "bits per held-out character",
-        "bits",
-    ),
+RESNET = "--dataset digits --model resnet --lr 0.05"
+TORCH_ALONE = Task("digits", "ResNet on digits", "train_image.py", RESNET, 600, *ACC9)
+KERAS = Task(
+    "keras", "Keras ResNet on digits", "train_keras.py", "--loop fit --lr 0.025", 600, *ACC9
 )
-TORCH_ALONE = dataclasses.replace(TASKS[0], methods=("none", "scalecom"))
+LSTM = Task(
+    "text",
+    "LSTM on source code",
+    *("train_char_lm.py", "--model lstm --lr 0.5", 1500),
+    *("bits_per_character", "bits per held-out character"),
+)
+TASKS = (dataclasses.replace(TORCH_ALONE, methods=tuple(METHODS)), KERAS, LSTM)
 
 
 def main() -> None:
-    args = argument_parser().parse_args()
+    parser = argparse.ArgumentParser(
+        description="Train dense and with ScaleCom, and compare.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    folder = SCRIPTS.parents[1] / "demo"
+    parser.add_argument("--output", type=Path, default=folder, help="folder for results")
+    parser.add_argument("--ranks", type=int, default=2, help="workers")
+    parser.add_argument("--length", type=float, default=1.0, help="train for a part of the steps")
+    parser.add_argument("--torch-alone", action="store_true", help="one model, without Horovod")
+    args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     tasks = (TORCH_ALONE,) if args.torch_alone else TASKS
     results = [run(task, method, args) for task in tasks for method in task.methods]
-    print("\n" + table(results, args.ranks) + "\n")
+    print(f"\n{table(results, tasks)}\n{NOTE.format(args.ranks)}\n")
     (args.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     plot(results, tasks, args.output / "curves.png", args.ranks)
-    print(
-        f"curves: {args.output / 'curves.png'}   numbers: {args.output / 'results.json'}   time: "
-        f"{time.perf_counter() - began:.0f} s"
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# training
+    print(f"{args.output}: curves.png, results.json; {time.perf_counter() - began:.0f} s")
 
 
 def run(task: Task, method: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -117,22 +100,13 @@ def run(task: Task, method: str, args: argparse.Namespace) -> dict[str, Any]:
 
     If training fails, this shows its output and exits with a non-zero status.
     """
-    metrics = args.output / f"{task.key}-{method}.jsonl"
+    metrics = args.output.resolve() / f"{task.key}-{method}.jsonl"
     metrics.unlink(missing_ok=True)
     steps = max(10, round(task.steps * args.length))
-    program = [
-        *(str(SCRIPTS / task.script), *task.options),
-        *("--compression", "none" if method == "none" else "scalecom"),
-        *(
-            "--steps",
-            str(steps),
-            "--evaluate-every",
-            str(max(1, steps // 15)),
-            "--metrics",
-            str(metrics.resolve()),
-            "--no-progress",
-        ),
-    ]
+    program = [str(SCRIPTS / task.script), *task.options.split()]
+    program += ["--compression", "none" if method == "none" else "scalecom", "--no-progress"]
+    program += ["--steps", str(steps), "--evaluate-every", str(max(1, steps // 15))]
+    program += ["--metrics", str(metrics)]
     launcher = "torchrun" if args.torch_alone or method == "torchrun" else "horovodrun"
     command = launch.command(launcher, args.ranks, program)
 
@@ -149,41 +123,29 @@ def run(task: Task, method: str, args: argparse.Namespace) -> dict[str, Any]:
         if process.returncode != 0:
             output.seek(0)
             sys.stderr.write(output.read().decode(errors="replace"))
-            sys.exit(
-                f"\nthis run failed with exit status {process.returncode}: {' '.join(command)}"
-            )
+            failed = f"this run failed with exit status {process.returncode}"
+            sys.exit(f"\n{failed}: {' '.join(command)}")
     return result(task, method, steps, args.ranks, read_events(metrics))
 
 
 def follow(process: subprocess.Popen, metrics: Path, title: str, steps: int) -> None:
     """Show a progress bar, fed by the metrics file, until the run ends."""
-    with tqdm(
-        total=steps,
-        desc=f"{title:>36}",
-        unit="step",
-        bar_format="{desc} {percentage:3.0f}%|{bar:30}| {elapsed}{postfix}",
-    ) as bar:
-        while True:
+    with tqdm(total=steps, desc=f"{title:>36}", bar_format=BAR) as bar:
+        ended = False
+        while not ended:
             ended = process.poll() is not None
             trained = [event for event in read_events(metrics) if event["event"] == "train"]
             if trained:
                 bar.set_postfix_str(f"loss {trained[-1]['loss']:.3f}", refresh=False)
                 bar.n = trained[-1]["step"]
             bar.refresh()
-            if ended:
-                return
-            time.sleep(0.5)
+            time.sleep(0 if ended else 0.5)
 
 
 def read_events(metrics: Path) -> list[dict[str, Any]]:
     """The file's complete lines."""
-    if not metrics.exists():
-        return []
-    return [
-        json.loads(line)
-        for line in metrics.read_text().splitlines(keepends=True)
-        if line.endswith("\n")
-    ]
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def result(
@@ -194,11 +156,7 @@ def result(
     The curve has [step, metric, MB that a worker sent until then] for each evaluation.
     """
     summary = events[-1]
-    dense_bytes = 2 * (ranks - 1) / ranks * 4 * summary["parameters"]
-
-    def sent(step: int) -> float:
-        return step * summary["bytes_per_step"] / 1e6
-
+    sent, tests = summary["bytes_per_step"], [e for e in events if e["event"] == "test"]
     return {
         "task": task.key,
         "method": method,
@@ -206,60 +164,26 @@ def result(
         "metric": task.metric,
         "value": summary[task.metric],
         "ms_per_step": summary["ms_per_step"],
-        "mb_per_step": summary["bytes_per_step"] / 1e6,
-        "ratio": dense_bytes / summary["bytes_per_step"],
+        "mb_per_step": sent / 1e6,
+        "ratio": 2 * (ranks - 1) / ranks * 4 * summary["parameters"] / sent,
         "parameters": summary["parameters"],
-        "curve": [
-            [event["step"], event[task.metric], sent(event["step"])]
-            for event in events
-            if event["event"] == "test"
-        ],
+        "curve": [[e["step"], e[task.metric], e["step"] * sent / 1e6] for e in tests],
     }
 
 
-# --------------------------------------------------------------------------------------------------
-# reporting
-
-
-def table(results: list[dict[str, Any]], ranks: int) -> str:
+def table(results: list[dict[str, Any]], tasks: Sequence[Task]) -> str:
     """The comparison as text."""
-    tasks = {task.key: task for task in TASKS}
+    by_key = {task.key: task for task in tasks}
     rows = [("task", "method", "result", "ms/step", "MB per worker and step", "ratio")]
     for row in results:
-        task = tasks[row["task"]]
+        task = by_key[row["task"]]
         value = row["value"] * task.scale
-        shown = f"{value:.1f} % correct" if task.unit == "%" else f"{value:.3f} bits/char"
+        shown = f"{value:.1f} % correct" if task.scale == 100 else f"{value:.3f} bits/char"
+        numbers = f"{row['ms_per_step']:.1f}", f"{row['mb_per_step']:.4f}", f"{row['ratio']:.1f}x"
         name = f"{task.title}, {row['steps']} steps"
-        rows.append(
-            (
-                name,
-                METHODS[row["method"]],
-                shown,
-                f"{row['ms_per_step']:.1f}",
-                f"{row['mb_per_step']:.4f}",
-                f"{row['ratio']:.1f}x",
-            )
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    aligned = [
-        [
-            cell.ljust(w) if i < 3 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    ]
-    lines = [
-        "  ".join(cells) for cells in [aligned[0], ["-" * width for width in widths], *aligned[1:]]
-    ]
-    lines += [
-        "",
-        f"{ranks} ranks on this machine. The ratio is that of the whole model: tensors under 2048 "
-        "elements are sent whole, which is",
-        "much of models this small and little of large ones. Ranks of one machine share its "
-        "memory: the time that less traffic",
-        "saves shows on a network.",
-    ]
-    return "\n".join(lines)
+        rows.append((name, METHODS[row["method"]], shown, *numbers))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def plot(results: list[dict[str, Any]], tasks: Sequence[Task], path: Path, ranks: int) -> None:
@@ -280,27 +204,6 @@ def plot(results: list[dict[str, Any]], tasks: Sequence[Task], path: Path, ranks
         over_bytes.set(xlabel="MB that a worker sent until then", xlim=(0, None))
         over_steps.legend()
     pictures.save(figure, path)
-
-
-def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Train dense and with ScaleCom, and compare.")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=SCRIPTS.parents[1] / "demo",
-        help="folder for results (default: %(default)s)",
-    )
-    parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
-    parser.add_argument(
-        "--length",
-        type=float,
-        default=1.0,
-        help="train for this fraction of the steps (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--torch-alone", action="store_true", help="one model, by torchrun, without Horovod"
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -37,66 +37,38 @@ SYMBOLS = len(ALPHABET) + 1
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train as the options say; returns the run's summary."""
     text = load_text(args.text_dir)
-    steps = training.total_steps(args, len(text.train) // WINDOW, hvd.size())
 
     torch.manual_seed(args.seed)
     device = training_torch.device()
     model = MODELS[args.model]().to(device)
-    optimizer = training_torch.optimizer_from(args, model.parameters())
     optimizer = hvd.DistributedOptimizer(
-        optimizer,
+        training_torch.optimizer_from(args, model.parameters()),
         named_parameters=model.named_parameters(),
         compression=training.compression_from(args, training_torch.shapes_of(model), hvd),
     )
+    first_step = training_torch.begin(args, model, optimizer)
+    title = f"text {args.model} {args.compression}"
+    log = training_torch.run_log(args, title, first_step, optimizer)
 
-    first_step = (
-        training_torch.load_checkpoint(args.checkpoint_dir, model, optimizer) if args.resume else 0
-    )
-    training_torch.broadcast_state(model, optimizer)
+    def test() -> dict[str, float]:
+        return evaluate(model, text.held_out)
 
-    log = training.RunLog(
-        args,
-        f"text {args.model} {args.compression}",
-        first_step,
-        steps,
-        hvd,
-        training_torch.mean_over_ranks,
-        training.monitor_from(args, getattr(optimizer, "compression", None), hvd),
-    )
-    last_step = min(steps, args.stop_at or steps)
-    scores: dict[str, float] = {}
-    for step in log.timed_steps(first_step, last_step):
-        training_torch.set_learning_rate(
-            optimizer, training.learning_rate(args, step, steps, hvd.size())
-        )
+    def save(step: int) -> None:
+        training_torch.save_checkpoint(args.checkpoint_dir, step, model, optimizer)
+
+    for step in log.steps():
         # Windows start anywhere in the text, so the random choice already deals different windows
         # to the ranks.
         random = training_torch.generator(args.seed, step, hvd.rank())
-        windows = windows_at(
-            text.train,
-            torch.randint(len(text.train) - WINDOW, (args.batch_size,), generator=random),
-        ).to(device)
+        starts = torch.randint(len(text.train) - WINDOW, (args.batch_size,), generator=random)
 
         model.train()
         optimizer.zero_grad()
-        loss = cross_entropy(model, windows)
+        loss = cross_entropy(model, windows_at(text.train, starts).to(device))
         loss.backward()
-        training_torch.apply_gradients(optimizer, args.clip_norm)
-        log.step_done(step, loss, lr=optimizer.param_groups[0]["lr"])
-
-        done = step + 1
-        if done % args.evaluate_every == 0 or done == steps:
-            scores = evaluate(model, text.held_out)
-            log.test(done, **scores)
-        if args.checkpoint_dir and (done % args.checkpoint_every == 0 or done == last_step):
-            training_torch.save_checkpoint(args.checkpoint_dir, done, model, optimizer)
-
-    return log.end(
-        step=last_step,
-        **scores,
-        parameters=sum(p.numel() for p in model.parameters()),
-        bytes_per_step=training_torch.traffic_per_step(args, model, optimizer),
-    )
+        lr = training_torch.apply_gradients(args, optimizer, step)
+        log.step_done(step, loss, lr, test, save)
+    return training_torch.end(log, args, model, optimizer)
 
 
 def cross_entropy(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
@@ -113,18 +85,14 @@ def evaluate(model: nn.Module, held_out: torch.Tensor) -> dict[str, float]:
     device = training_torch.device()
     training_torch.share_buffers(model)
     model.eval()
-    starts = torch.linspace(0, len(held_out) - WINDOW - 1, TEST_WINDOWS).long()[
-        list(training.my_share(TEST_WINDOWS, hvd))
-    ]
+    starts = torch.linspace(0, len(held_out) - WINDOW - 1, TEST_WINDOWS).long()
+    mine = starts[training.my_share(TEST_WINDOWS, hvd)]
     total = sum(
         float(cross_entropy(model, windows_at(held_out, part).to(device))) * len(part)
-        for part in starts.split(100)
+        for part in mine.split(100)
     )
-    return {
-        "bits_per_character": training_torch.ratio_over_ranks(
-            total / math.log(2), len(starts), "bits_per_character"
-        )
-    }
+    name = "bits_per_character"
+    return {name: training_torch.ratio_over_ranks(total / math.log(2), len(mine), name)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -143,11 +111,9 @@ def load_text(folder: Path | None) -> Text:
 
     One file in twenty, in the order of names, is held out.
     """
-    files = (
-        standard_library()
-        if folder is None
-        else sorted(path for path in folder.rglob("*") if path.is_file())
-    )
+    files = standard_library()
+    if folder is not None:
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
     contents = [symbols for path in files if len(symbols := _symbols(path.read_bytes())) > WINDOW]
     if len(contents) < 2:
         raise training.WrongInput(
@@ -168,9 +134,8 @@ def standard_library() -> list[Path]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    return sorted(
-        path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts)
-    )
+    modules = root.rglob("*.py")
+    return sorted(path for path in modules if skipped.isdisjoint(path.relative_to(root).parts))
 
 
 _SYMBOL_OF_BYTE = bytes(ALPHABET.find(byte) + 1 for byte in range(256))
@@ -227,17 +192,11 @@ class Transformer(nn.Module):
     def forward(self, symbols: torch.Tensor) -> torch.Tensor:
         length = symbols.shape[1]
         future = nn.Transformer.generate_square_subsequent_mask(length, device=symbols.device)
-        return self.head(
-            self.layers(
-                self.embedding(symbols) + self.position[:length], mask=future, is_causal=True
-            )
-        )
+        x = self.embedding(symbols) + self.position[:length]
+        return self.head(self.layers(x, mask=future, is_causal=True))
 
 
-MODELS = {
-    "lstm": LSTM,
-    "transformer": Transformer,
-}
+MODELS = {"lstm": LSTM, "transformer": Transformer}
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -245,15 +204,9 @@ def argument_parser() -> argparse.ArgumentParser:
         parents=[training_torch.backend_option],
         description="Train a character language model with Horovod, dense or with ScaleCom.",
     )
-    parser.add_argument(
-        "--text-dir", type=Path, help="a folder of text files (default: Python's standard library)"
-    )
-    parser.add_argument(
-        "--model", choices=tuple(MODELS), default="lstm", help="default: %(default)s"
-    )
-    training.add_training_options(
-        parser, lr=0.25, steps=500, batch_size=16, weight_decay=0.0, clip_norm=1.0
-    )
+    parser.add_argument("--text-dir", type=Path, help="text files; or else the standard library's")
+    parser.add_argument("--model", choices=tuple(MODELS), default="lstm", help="the network")
+    training.add_training_options(parser, lr=0.25, steps=500, batch_size=16, clip_norm=1.0)
     return parser
 
 

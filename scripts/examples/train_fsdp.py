@@ -48,11 +48,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     if size % args.ranks_per_node:
         raise SystemExit(f"--ranks-per-node {args.ranks_per_node} does not divide {size} ranks")
-    mesh = init_device_mesh(
-        device.type,
-        (size // args.ranks_per_node, args.ranks_per_node),
-        mesh_dim_names=("replicate", "shard"),
-    )
+    nodes, names = size // args.ranks_per_node, ("replicate", "shard")
+    mesh = init_device_mesh(device.type, (nodes, args.ranks_per_node), mesh_dim_names=names)
     torch.manual_seed(0)  # the same parameters on all nodes
     model = Transformer(width=128, inner=512, layers=4).to(device)
     shards = mesh if args.dense else mesh["shard"]  # with `mesh`, FSDP2 averages between nodes
@@ -117,34 +114,23 @@ def load(folder: Path, model: torch.nn.Module, optimizer: Any) -> int:
     if hasattr(optimizer, "compression"):
         state["scalecom"] = PerRank(optimizer.compression)
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
+    loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(model, optimizer, **loaded)
     return int(state["step"])
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Train a language model under FSDP2, with gradients compressed between nodes."
-    )
-    parser.add_argument(
-        "--ranks-per-node",
-        type=int,
-        default=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        help="default: as many as torchrun has started on this machine",
-    )
-    parser.add_argument(
-        "--dense", action="store_true", help="plain FSDP2, which averages whole between nodes"
-    )
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=8, help="of each rank")
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--checkpoint", type=Path, help="a folder, written at the end")
-    parser.add_argument("--stop-at", type=int, help="end after so many of the steps")
-    parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    add("--ranks-per-node", type=int, default=here, help="default: all of this machine's")
+    add("--dense", action="store_true", help="plain FSDP2, which averages whole between nodes")
+    add("--steps", type=int, default=300)
+    add("--batch-size", type=int, default=8, help="of each rank")
+    add("--lr", type=float, default=3e-3)
+    add("--checkpoint", type=Path, help="a folder, written at the end")
+    add("--stop-at", type=int, help="end after so many of the steps")
+    add("--resume", action="store_true", help="go on from --checkpoint")
     return parser
 
 

@@ -2,7 +2,7 @@
 
     horovodrun -np 2 python scripts/examples/train_image.py --compression scalecom
     mpirun -np 4 python scripts/examples/train_image.py --dataset cifar10 \\
-        --data-dir ~/cifar-10-batches-py --epochs 30 --lr 0.05
+        --data-dir ~/cifar-10-batches-py --steps 12000 --lr 0.05
     torchrun --nproc-per-node 2 scripts/examples/train_image.py             (without Horovod)
     python scripts/examples/train_image.py --steps 200      (one process, to try things out)
 
@@ -27,70 +27,44 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 (everyone's name for it)
 from training_torch import hvd, start
 
-CIFAR10_TRAIN_FILES = [f"data_batch_{i}" for i in range(1, 6)]
-CIFAR10_TEST_FILE = "test_batch"
+CIFAR10_FILES = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+CIFAR10_TEST = 10_000
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train as the options say; returns the run's summary."""
-    data = load_data(args.dataset, args.data_dir)
-    steps = training.total_steps(args, len(data.train_images), hvd.size())
+    data = load_digits() if args.dataset == "digits" else load_cifar10(args.data_dir)
 
     torch.manual_seed(args.seed)
     device = training_torch.device()
     model = build_model(args.model, args.norm, data.train_images.shape[1]).to(device)
-    optimizer = training_torch.optimizer_from(args, model.parameters())
     optimizer = hvd.DistributedOptimizer(
-        optimizer,
+        training_torch.optimizer_from(args, model.parameters()),
         named_parameters=model.named_parameters(),
         compression=training.compression_from(args, training_torch.shapes_of(model), hvd),
     )
+    first_step = training_torch.begin(args, model, optimizer)
+    title = f"{args.dataset} {args.model} {args.compression}"
+    log = training_torch.run_log(args, title, first_step, optimizer)
 
-    first_step = (
-        training_torch.load_checkpoint(args.checkpoint_dir, model, optimizer) if args.resume else 0
-    )
-    training_torch.broadcast_state(model, optimizer)
+    def test() -> dict[str, float]:
+        return evaluate(model, data)
 
-    log = training.RunLog(
-        args,
-        f"{args.dataset} {args.model} {args.compression}",
-        first_step,
-        steps,
-        hvd,
-        training_torch.mean_over_ranks,
-        training.monitor_from(args, getattr(optimizer, "compression", None), hvd),
-    )
-    last_step = min(steps, args.stop_at or steps)
-    scores: dict[str, float] = {}
-    for step in log.timed_steps(first_step, last_step):
-        training_torch.set_learning_rate(
-            optimizer, training.learning_rate(args, step, steps, hvd.size())
-        )
+    def save(step: int) -> None:
+        training_torch.save_checkpoint(args.checkpoint_dir, step, model, optimizer)
+
+    for step in log.steps():
         chosen = training_torch.batch_indices(args, len(data.train_images), step)
-        images = augment(
-            data.train_images[chosen], data, training_torch.generator(args.seed, step, hvd.rank())
-        )
+        random = training_torch.generator(args.seed, step, hvd.rank())
+        images = augment(data.train_images[chosen], data, random)
 
         model.train()
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images.to(device)), data.train_labels[chosen].to(device))
         loss.backward()
-        training_torch.apply_gradients(optimizer, args.clip_norm)
-        log.step_done(step, loss, lr=optimizer.param_groups[0]["lr"])
-
-        done = step + 1
-        if done % args.evaluate_every == 0 or done == steps:
-            scores = evaluate(model, data)
-            log.test(done, **scores)
-        if args.checkpoint_dir and (done % args.checkpoint_every == 0 or done == last_step):
-            training_torch.save_checkpoint(args.checkpoint_dir, done, model, optimizer)
-
-    return log.end(
-        step=last_step,
-        **scores,
-        parameters=sum(p.numel() for p in model.parameters()),
-        bytes_per_step=training_torch.traffic_per_step(args, model, optimizer),
-    )
+        lr = training_torch.apply_gradients(args, optimizer, step)
+        log.step_done(step, loss, lr, test, save)
+    return training_torch.end(log, args, model, optimizer)
 
 
 @torch.no_grad()
@@ -102,7 +76,7 @@ def evaluate(model: nn.Module, data: Data) -> dict[str, float]:
     device = training_torch.device()
     training_torch.share_buffers(model)
     model.eval()
-    mine = list(training.my_share(len(data.test_images), hvd))
+    mine = training.my_share(len(data.test_images), hvd)
     images, labels = data.test_images[mine], data.test_labels[mine]
 
     def correct(images: torch.Tensor) -> int:
@@ -136,61 +110,32 @@ class Data(NamedTuple):
     shifts: bool
 
 
-def load_data(dataset: str, folder: Path | None) -> Data:
-    """The data set by name. Raises WrongInput, which says which files belong where."""
-    return load_digits() if dataset == "digits" else load_cifar10(folder)
-
-
 def load_digits() -> Data:
     """scikit-learn's handwritten digits, split as in digits.py."""
-    (train_images, train_labels), (test_images, test_labels) = digits.load()
-    return Data(
-        torch.from_numpy(train_images).unsqueeze(1),
-        torch.from_numpy(train_labels),
-        torch.from_numpy(test_images).unsqueeze(1),
-        torch.from_numpy(test_labels),
-        shifts=True,
-    )
+    parts = [torch.from_numpy(part) for split in digits.load() for part in split]
+    return Data(parts[0].unsqueeze(1), parts[1], parts[2].unsqueeze(1), parts[3], shifts=True)
 
 
 def load_cifar10(folder: Path | None) -> Data:
     """CIFAR-10 from its python pickle files, https://www.cs.toronto.edu/~kriz/cifar.html."""
-    names = [*CIFAR10_TRAIN_FILES, CIFAR10_TEST_FILE]
     if folder is None:
-        raise training.WrongInput(
-            "--dataset cifar10 needs --data-dir: the folder 'cifar-10-batches-py' with the files "
-            f"{', '.join(names)}"
-        )
-    if (folder / "cifar-10-batches-py").is_dir():
-        folder = folder / "cifar-10-batches-py"
-    missing = [name for name in names if not (folder / name).is_file()]
+        needed = f"the folder 'cifar-10-batches-py' with the files {', '.join(CIFAR10_FILES)}"
+        raise training.WrongInput(f"--dataset cifar10 needs --data-dir: {needed}")
+    missing = [name for name in CIFAR10_FILES if not (folder / name).is_file()]
     if missing:
+        lacks = f"CIFAR-10 is not complete in {folder}: missing {', '.join(missing)}"
         raise training.WrongInput(
-            f"CIFAR-10 is not complete in {folder}: missing {', '.join(missing)}. Unpack "
-            "cifar-10-python.tar.gz (https://www.cs.toronto.edu/~kriz/cifar.html) and give its "
-            "folder 'cifar-10-batches-py' as --data-dir"
+            f"{lacks}. Unpack cifar-10-python.tar.gz (https://www.cs.toronto.edu/~kriz/cifar.html) "
+            "and give its folder 'cifar-10-batches-py' as --data-dir"
         )
-    train_images, train_labels = zip(
-        *(_cifar10_file(folder / name) for name in CIFAR10_TRAIN_FILES), strict=True
-    )
-    test_images, test_labels = _cifar10_file(folder / CIFAR10_TEST_FILE)
-    images, labels = torch.cat(train_images), torch.cat(train_labels)
-    mean, deviation = images.mean((0, 2, 3), keepdim=True), images.std((0, 2, 3), keepdim=True)
-    return Data(
-        (images - mean) / deviation,
-        labels,
-        (test_images - mean) / deviation,
-        test_labels,
-        shifts=False,
-    )
-
-
-def _cifar10_file(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    with path.open("rb") as file:
-        batch = pickle.load(file, encoding="bytes")
-    return torch.from_numpy(batch[b"data"]).reshape(-1, 3, 32, 32).float() / 255, torch.tensor(
-        batch[b"labels"], dtype=torch.long
-    )
+    files = [pickle.loads((folder / n).read_bytes(), encoding="bytes") for n in CIFAR10_FILES]
+    images = torch.cat([torch.from_numpy(file[b"data"]) for file in files])
+    images = images.reshape(-1, 3, 32, 32).float() / 255
+    labels = torch.cat([torch.tensor(file[b"labels"]) for file in files])
+    train, test = images[:-CIFAR10_TEST], images[-CIFAR10_TEST:]
+    mean, deviation = train.mean((0, 2, 3), keepdim=True), train.std((0, 2, 3), keepdim=True)
+    train, test = (train - mean) / deviation, (test - mean) / deviation
+    return Data(train, labels[:-CIFAR10_TEST], test, labels[-CIFAR10_TEST:], shifts=False)
 
 
 def shift(images: torch.Tensor, dx: int, dy: int) -> torch.Tensor:
@@ -209,9 +154,8 @@ def augment(images: torch.Tensor, data: Data, generator: torch.Generator) -> tor
     padded = F.pad(images, (reach, reach, reach, reach))
     down, right = torch.randint(0, 2 * reach + 1, (2, len(images), 1), generator=generator)
     rows, columns = down + torch.arange(height), right + torch.arange(width)
-    moved = padded[
-        torch.arange(len(images))[:, None, None], :, rows[:, :, None], columns[:, None, :]
-    ].permute(0, 3, 1, 2)
+    each = torch.arange(len(images))[:, None, None]
+    moved = padded[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
     if data.shifts:
         return moved.contiguous()
     mirrored = torch.rand(len(images), generator=generator) < 0.5
@@ -342,13 +286,8 @@ class PlainNetwork(nn.Module):
 
     def __init__(self, norm: str, channels: int, classes: int) -> None:
         super().__init__()
-        self.convolutions = nn.ModuleList(
-            [
-                convolution(channels, 32, norm),
-                convolution(32, 64, norm, stride=2),
-                convolution(64, 64, norm),
-            ]
-        )
+        first, second = convolution(channels, 32, norm), convolution(32, 64, norm, stride=2)
+        self.convolutions = nn.ModuleList([first, second, convolution(64, 64, norm)])
         self.hidden = nn.Linear(64 * 4 * 4, 128)
         self.head = nn.Linear(128, classes)
 
@@ -371,20 +310,11 @@ def argument_parser() -> argparse.ArgumentParser:
         parents=[training_torch.backend_option],
         description="Train an image classifier with Horovod, dense or with ScaleCom.",
     )
-    parser.add_argument(
-        "--dataset", choices=("digits", "cifar10"), default="digits", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--data-dir",
-        type=Path,
-        help="cifar10: the folder cifar-10-batches-py; digits come with scikit-learn",
-    )
-    parser.add_argument(
-        "--model", choices=tuple(MODELS), default="resnet", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--norm", choices=tuple(NORMS), default="batch", help="default: %(default)s"
-    )
+    data = "digits come with scikit-learn"
+    parser.add_argument("--dataset", choices=("digits", "cifar10"), default="digits", help=data)
+    parser.add_argument("--data-dir", type=Path, help="cifar10: the folder cifar-10-batches-py")
+    parser.add_argument("--model", choices=tuple(MODELS), default="resnet", help="the network")
+    parser.add_argument("--norm", choices=tuple(NORMS), default="batch", help="its normalisation")
     training.add_training_options(parser, lr=0.025, steps=600, batch_size=32, weight_decay=1e-4)
     return parser
 

@@ -66,9 +66,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(0)
     model: torch.nn.Module = build_model(args.model, "batch", 3, len(pictures.classes))
     model.to(device)
-    optimizer = torch.optim.SGD(
-        model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
-    )
+    settings = {"momentum": 0.9, "weight_decay": 1e-4, "nesterov": True}
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, **settings)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
     dtype = AMP_DTYPES[args.amp]
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -79,10 +78,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     if checkpoint is not None:
         first_epoch = load(checkpoint, everything, device)
         if schedule.T_max != total_steps:
-            raise SystemExit(
-                f"{checkpoint} is of a run of {schedule.T_max} steps, and this one has "
-                f"{total_steps}: give the same --epochs, --batch-size and number of ranks"
-            )
+            other = f"{checkpoint} is of a run of {schedule.T_max} steps, not {total_steps}"
+            raise SystemExit(f"{other}: give the same --epochs, --batch-size and number of ranks")
     model = DistributedDataParallel(model)
     scalecom = ScaleComState(model, total_steps=total_steps, loss_scale=scaler, mesh=nodes(device))
     model.register_comm_hook(scalecom, scalecom_hook)
@@ -112,18 +109,14 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 class Pictures(Dataset):
     """(picture (3, size, size) float32, class) of all files in a folder of folders, one a class.
 
-    torchvision.datasets.ImageFolder gives the same, and torchvision can augment pictures.
-
-    Args:
-        folder: has a folder for each class.
-        size: height and width of the pictures, which are scaled.
-        classes: names of the folders. Default: those that there are.
+    torchvision.datasets.ImageFolder gives the same, and torchvision can augment pictures. classes:
+    names of the folders; None: those that there are.
     """
 
     def __init__(self, folder: Path, size: int, classes: list[str] | None = None) -> None:
         self.size = size
         found = sorted(each.name for each in folder.iterdir() if each.is_dir())
-        self.classes = found if classes is None else classes
+        self.classes = classes or found
         if not set(found) <= set(self.classes):
             raise SystemExit(f"{folder} has classes that the training pictures have not")
         self.files = [
@@ -163,9 +156,8 @@ def nodes(device: torch.device) -> DeviceMesh | None:
         raise SystemExit("give every node the same number of ranks (--nproc-per-node)")
     if local in (1, ranks):
         return None
-    return init_device_mesh(
-        device.type, (ranks // local, local), mesh_dim_names=("replicate", "shard")
-    )
+    names = ("replicate", "shard")
+    return init_device_mesh(device.type, (ranks // local, local), mesh_dim_names=names)
 
 
 @torch.no_grad()
@@ -225,19 +217,18 @@ def load(checkpoint: Path, everything: dict[str, Any], device: torch.device) -> 
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Train a ResNet on a folder of pictures.")
-    parser.add_argument("--data", type=Path, required=True, help="has train/ and val/")
-    parser.add_argument("--model", default="resnet34", help="one of train_image.py's")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=32, help="of each rank")
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--image-size", type=int, default=224)
-    parser.add_argument("--amp", choices=AMP_DTYPES, default="bfloat16")
-    parser.add_argument("--loaders", type=int, default=2, help="processes that read pictures")
-    parser.add_argument(
-        "--checkpoint", type=Path, default=Path("checkpoint"), help="a folder that all ranks see"
-    )
-    parser.add_argument("--stop-after", type=int, help="end after so many of the epochs")
-    parser.add_argument("--resume", action="store_true", help="go on from --checkpoint, if any")
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="has train/ and val/")
+    add("--model", default="resnet34", help="one of train_image.py's")
+    add("--epochs", type=int, default=10)
+    add("--batch-size", type=int, default=32, help="of each rank")
+    add("--lr", type=float, default=0.1)
+    add("--image-size", type=int, default=224)
+    add("--amp", choices=AMP_DTYPES, default="bfloat16")
+    add("--loaders", type=int, default=2, help="processes that read pictures")
+    add("--checkpoint", type=Path, default=Path("checkpoint"), help="all ranks see this folder")
+    add("--stop-after", type=int, help="end after so many of the epochs")
+    add("--resume", action="store_true", help="go on from --checkpoint, if any")
     return parser
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,14 +34,12 @@ CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train as the options say; returns the run's summary."""
     train_digits, test_digits = digits.load()
-    steps = training.total_steps(args, len(train_digits.images), hvd.size())
+    examples = len(train_digits.images)
 
     keras.utils.set_random_seed(training.seed_from(args.seed) % 2**32)
     model = build_model(args.norm)
-    shapes = {
-        variable.name.partition(":")[0]: tuple(variable.shape)
-        for variable in model.trainable_variables
-    }
+    variables = model.trainable_variables
+    shapes = {variable.name.partition(":")[0]: tuple(variable.shape) for variable in variables}
     compression = training.compression_from(args, shapes, hvd)
     # Keras clips averaged gradients. It decays weights separately from the gradient, so momentum
     # does not amplify the decay as it does in PyTorch.
@@ -53,74 +51,51 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         optimizer = keras.optimizers.SGD(momentum=args.momentum, **shared)
     if args.loop == "fit":
         optimizer = keras_hvd.DistributedOptimizer(optimizer, compression=compression)
-    optimizer.build(model.trainable_variables)
+    optimizer.build(variables)
 
-    first_step = (
-        load_checkpoint(args.checkpoint_dir, model, optimizer, compression) if args.resume else 0
-    )
-    last_step = min(steps, args.stop_at or steps)
-    log = training.RunLog(
-        args,
-        f"digits Keras {args.loop} {args.compression}",
-        first_step,
-        steps,
-        hvd,
-        mean_over_ranks,
-        training.monitor_from(args, compression, hvd),
-    )
+    first_step = begin(args, model, optimizer, compression)
+    title = f"digits Keras {args.loop} {args.compression}"
+    log = training.RunLog(args, title, first_step, hvd, mean_over_ranks, compression)
     predict = tf.function(lambda images: tf.argmax(model(images, training=False), 1))
-    scores: dict[str, float] = {}
 
-    def batch_of(step: int) -> tuple[np.ndarray, np.ndarray]:
-        epoch, mine = training.deal(args, len(train_digits.images), step, hvd)
-        chosen = generator(args.seed, epoch).permutation(len(train_digits.images))[mine]
-        images = digits.shift_at_random(
-            train_digits.images[chosen], generator(args.seed, step, hvd.rank())
-        )
-        return images[..., None], train_digits.labels[chosen]
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for step in range(first_step, log.last_step):
+            epoch, mine = training.deal(args, examples, step, hvd)
+            chosen = generator(args.seed, epoch).permutation(examples)[mine]
+            random = generator(args.seed, step, hvd.rank())
+            images = digits.shift_at_random(train_digits.images[chosen], random)
+            yield images[..., None], train_digits.labels[chosen]
 
     def before_step(step: int) -> None:
-        optimizer.learning_rate = training.learning_rate(args, step, steps, hvd.size())
+        optimizer.learning_rate = training.learning_rate(args, step, hvd.size())
 
     def after_step(step: int, loss: Any) -> None:
-        log.step_done(step, loss, lr=training.learning_rate(args, step, steps, hvd.size()))
-        done = step + 1
-        if done % args.evaluate_every == 0 or done == steps:
-            scores.update(evaluate(model, predict, test_digits))
-            log.test(done, **scores)
-        if args.checkpoint_dir and (done % args.checkpoint_every == 0 or done == last_step):
-            save_checkpoint(args.checkpoint_dir, done, model, optimizer, compression)
+        lr = training.learning_rate(args, step, hvd.size())
+        log.step_done(step, loss, lr, test, save)
 
-    if first_step < last_step:
-        # refuses batches that are too large while all ranks still listen
-        batch_of(first_step)
+    def test() -> dict[str, float]:
+        return evaluate(model, predict, test_digits)
+
+    def save(step: int) -> None:
+        save_checkpoint(args.checkpoint_dir, step, model, optimizer, compression)
+
+    if first_step < log.last_step:
+        next(batches())  # refuses batches that are too large while all ranks still listen
         loop = fit if args.loop == "fit" else custom_loop
-        loop(
-            model,
-            optimizer,
-            compression,
-            Steps(first_step, last_step, log, batch_of, before_step, after_step),
-        )
+        count = log.last_step - first_step
+        loop(model, optimizer, compression, Steps(count, log, batches, before_step, after_step))
 
-    parameters = sum(variable.shape.num_elements() for variable in model.trainable_variables)
-    return log.end(
-        step=last_step,
-        **scores,
-        parameters=parameters,
-        bytes_per_step=training.traffic_per_step(args, parameters, compression, hvd.size()),
-    )
+    parameters = sum(variable.shape.num_elements() for variable in variables)
+    sent = training.traffic_per_step(args, parameters, compression, hvd.size())
+    return log.end(parameters=parameters, bytes_per_step=sent)
 
 
 class Steps(NamedTuple):
-    """The steps first, ..., last - 1 and what belongs to each.
+    """All steps: their batches, and what to do before each, and after it with its loss."""
 
-    That is its batch, what to do before it, and what to do after it with its loss.
-    """
-
-    first: int
-    last: int
+    count: int
     log: training.RunLog
-    batch_of: Callable[[int], tuple[np.ndarray, np.ndarray]]
+    batches: Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
     before: Callable[[int], None]
     after: Callable[[int, Any], None]
 
@@ -136,8 +111,8 @@ def fit(model: keras.Model, optimizer: Any, compression: Any, steps: Steps) -> N
     """
     model.compile(optimizer, CROSS_ENTROPY)
     model.fit(
-        (steps.batch_of(step) for step in range(steps.first, steps.last)),
-        steps_per_epoch=steps.last - steps.first,
+        steps.batches(),
+        steps_per_epoch=steps.count,
         callbacks=[keras_hvd.callbacks.BroadcastGlobalVariablesCallback(0), EachStep(steps)],
         verbose=0,
     )
@@ -151,8 +126,7 @@ class EachStep(keras.callbacks.Callback):
 
     def __init__(self, steps: Steps) -> None:
         super().__init__()
-        self._steps = steps
-        self._numbers = steps.log.timed_steps(steps.first, steps.last)
+        self._steps, self._numbers = steps, steps.log.steps()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._step = next(self._numbers)
@@ -181,9 +155,8 @@ def custom_loop(model: keras.Model, optimizer: Any, compression: Any, steps: Ste
 
     hvd.broadcast_variables(model.variables, root_rank=0)
     hvd.broadcast_variables(optimizer.variables, root_rank=0)
-    for step in steps.log.timed_steps(steps.first, steps.last):
+    for step, (images, labels) in zip(steps.log.steps(), steps.batches(), strict=True):
         steps.before(step)
-        images, labels = steps.batch_of(step)
         loss = train_step(tf.constant(images), tf.constant(labels))
         steps.after(step, loss)
 
@@ -198,9 +171,8 @@ def start() -> None:
     The ranks of this machine share its cores and GPUs fairly.
     """
     hvd.init()
-    tf.config.threading.set_intra_op_parallelism_threads(
-        max(1, (os.cpu_count() or 1) // hvd.local_size())
-    )
+    cores = max(1, (os.cpu_count() or 1) // hvd.local_size())
+    tf.config.threading.set_intra_op_parallelism_threads(cores)
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
         tf.config.set_visible_devices(gpus[hvd.local_rank() % len(gpus)], "GPU")
@@ -231,7 +203,7 @@ def evaluate(model: keras.Model, predict: Callable, data: digits.Digits) -> dict
     # rank 0's.
     if model.non_trainable_variables:
         hvd.broadcast_variables(model.non_trainable_variables, root_rank=0)
-    mine = list(training.my_share(len(data.images), hvd))
+    mine = training.my_share(len(data.images), hvd)
 
     def correct(dx: int, dy: int) -> int:
         images = digits.shift(data.images[mine], dx, dy)[..., None]
@@ -257,15 +229,11 @@ def save_checkpoint(
     """
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(compression, hvd.ScaleCom):
-        _write(
-            tf.train.Checkpoint(scalecom=compression),
-            folder,
-            training.residues_name(step, hvd.rank()),
-        )
+        name = training.residues_name(step, hvd.rank())
+        _write(tf.train.Checkpoint(scalecom=compression), folder, name)
     if hvd.rank() == 0:
-        _write(
-            tf.train.Checkpoint(model=model, optimizer=optimizer), folder, training.model_name(step)
-        )
+        everything = tf.train.Checkpoint(model=model, optimizer=optimizer)
+        _write(everything, folder, training.model_name(step))
     hvd.allreduce(tf.zeros(1), name="checkpoint.written")  # waits for all ranks
     training.commit_checkpoint(folder, step, hvd)
 
@@ -280,26 +248,23 @@ def _write(checkpoint: tf.train.Checkpoint, folder: Path, name: str) -> None:
     training.keep_names(folder)
 
 
-def load_checkpoint(folder: Path, model: keras.Model, optimizer: Any, compression: Any) -> int:
-    """Load the newest checkpoint and return its step; 0 if there is none.
+def begin(args: argparse.Namespace, model: keras.Model, optimizer: Any, compression: Any) -> int:
+    """Load the newest checkpoint, if --resume asks for it, and return its step; 0: there is none.
 
     Every rank reads rank 0's model and its own residues. If there are more ranks than before, the
     new ones start with residues of zero. If something does not fit, all ranks raise WrongInput.
     """
-    found = training.latest_checkpoint(folder, hvd)
-    if found is None:
+    step, ranks = training.latest_checkpoint(args, hvd)
+    if not step:
         return 0
-    step, ranks = found
-    complaint = None
+    folder, complaint = args.checkpoint_dir, None
     try:
-        saved = tf.train.Checkpoint(model=model, optimizer=optimizer).read(
-            str(folder / training.model_name(step))
-        )
+        everything = tf.train.Checkpoint(model=model, optimizer=optimizer)
+        saved = everything.read(str(folder / training.model_name(step)))
         saved.assert_existing_objects_matched()
         if isinstance(compression, hvd.ScaleCom) and hvd.rank() < ranks:
-            tf.train.Checkpoint(scalecom=compression).read(
-                str(folder / training.residues_name(step, hvd.rank()))
-            )
+            own = str(folder / training.residues_name(step, hvd.rank()))
+            tf.train.Checkpoint(scalecom=compression).read(own)
     except AssertionError:
         complaint = "it is of another model, so resume with the options that it was trained with"
     except (tf.errors.NotFoundError, ValueError) as error:
@@ -321,21 +286,17 @@ def build_model(norm: str, width: int = 24) -> keras.Model:
     """
     images = keras.Input((8, 8, 1))
     x = keras.activations.relu(convolution(images, width, norm, "stem"))
-    for number, (outputs, stride) in enumerate(
-        ((width, 1), (2 * width, 2), (4 * width, 2)), start=1
-    ):
-        x = residual_block(x, outputs, stride, norm, f"block{number}")
+    for number, stride in ((1, 1), (2, 2), (3, 2)):
+        x = residual_block(x, width * 2 ** (number - 1), stride, norm, f"block{number}")
     x = keras.layers.GlobalAveragePooling2D()(x)
     return keras.Model(images, keras.layers.Dense(10, name="head")(x))
 
 
 def residual_block(x: Any, outputs: int, stride: int, norm: str, name: str) -> Any:
     """Two 3 x 3 convolutions with a shortcut (He et al., 2016)."""
-    shortcut = (
-        x
-        if stride == 1 and x.shape[-1] == outputs
-        else convolution(x, outputs, norm, f"{name}_shortcut", size=1, stride=stride)
-    )
+    shortcut = x
+    if stride != 1 or x.shape[-1] != outputs:
+        shortcut = convolution(x, outputs, norm, f"{name}_shortcut", size=1, stride=stride)
     y = keras.activations.relu(convolution(x, outputs, norm, f"{name}_first", stride=stride))
     return keras.activations.relu(convolution(y, outputs, norm, f"{name}_second") + shortcut)
 
@@ -352,15 +313,9 @@ def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Train an image classifier with Keras and Horovod, dense or with ScaleCom."
     )
-    parser.add_argument(
-        "--loop",
-        choices=("fit", "custom"),
-        default="fit",
-        help="model.fit, or a gradient tape (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--norm", choices=("batch", "group"), default="batch", help="default: %(default)s"
-    )
+    loops = "model.fit, or a gradient tape"
+    parser.add_argument("--loop", choices=("fit", "custom"), default="fit", help=loops)
+    parser.add_argument("--norm", choices=("batch", "group"), default="batch", help="of a layer")
     training.add_training_options(parser, lr=0.025, steps=600, batch_size=32, weight_decay=1e-4)
     return parser
 

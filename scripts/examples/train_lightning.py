@@ -43,24 +43,14 @@ class ScaleComCallback(lightning.Callback):
         if self.saved is not None:
             self.state.load_state_dict(self.saved)
 
-    def on_save_checkpoint(
-        self,
-        trainer: lightning.Trainer,
-        module: lightning.LightningModule,
-        checkpoint: dict[str, Any],
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         if trainer.world_size == 1:
             return
         everyone = [None] * trainer.world_size if trainer.is_global_zero else None
         dist.gather_object(self.state.state_dict(), everyone)
         checkpoint["scalecom"] = everyone
 
-    def on_load_checkpoint(
-        self,
-        trainer: lightning.Trainer,
-        module: lightning.LightningModule,
-        checkpoint: dict[str, Any],
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         everyone = checkpoint.get("scalecom")
         if everyone is not None:
             self.saved = everyone[trainer.global_rank]

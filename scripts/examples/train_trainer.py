@@ -33,13 +33,7 @@ class ScaleComCallback(transformers.TrainerCallback):
     def __init__(self, **settings: Any) -> None:
         self.settings, self.resume = settings, None
 
-    def on_train_begin(
-        self,
-        args: transformers.TrainingArguments,
-        state: transformers.TrainerState,
-        control: transformers.TrainerControl,
-        **_: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.world_size == 1:
             return
         model = self.trainer.model_wrapped
@@ -49,13 +43,7 @@ class ScaleComCallback(transformers.TrainerCallback):
             saved = torch.load(self.file(args, state), map_location="cpu", weights_only=True)
             self.state.load_state_dict(saved)
 
-    def on_save(
-        self,
-        args: transformers.TrainingArguments,
-        state: transformers.TrainerState,
-        control: transformers.TrainerControl,
-        **_: Any,
-    ) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.world_size > 1:
             torch.save(self.state.state_dict(), self.file(args, state))
 
@@ -108,13 +96,7 @@ class _StopAt(transformers.TrainerCallback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step_end(
-        self,
-        args: transformers.TrainingArguments,
-        state: transformers.TrainerState,
-        control: transformers.TrainerControl,
-        **_: Any,
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop |= state.global_step == self.step
 
 

@@ -25,11 +25,8 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-# --------------------------------------------------------------------------------------------------
-# options
-
-
 ADAMW_LR = 0.001
+LOSS_EVERY, SENT_EVERY = 10, 50  # steps
 
 
 class WrongInput(Exception):
@@ -39,154 +36,54 @@ class WrongInput(Exception):
     """
 
 
-def add_training_options(
-    parser: argparse.ArgumentParser,
-    *,
-    lr: float,
-    steps: int,
-    batch_size: int,
-    weight_decay: float,
-    clip_norm: float | None = None,
-) -> None:
-    """The options of any training script; the keywords are this script's defaults.
-
-    lr: SGD's; AdamW's is ADAMW_LR.
-    """
-    parser.set_defaults(default_lr={"sgd": lr, "adamw": ADAMW_LR})
-    group = parser.add_argument_group("training")
-    length = group.add_mutually_exclusive_group()
-    length.add_argument(
-        "--steps", type=int, default=steps, help="optimizer steps (default: %(default)s)"
-    )
-    length.add_argument(
-        "--epochs", type=float, help="instead of --steps: passes over the training data"
-    )
-    group.add_argument(
-        "--batch-size", type=int, default=batch_size, help="per rank (default: %(default)s)"
-    )
-    group.add_argument(
-        "--optimizer", choices=("sgd", "adamw"), default="sgd", help="default: %(default)s"
-    )
-    group.add_argument(
-        "--lr",
-        type=float,
-        help="learning rate of one rank; multiplied by the number of ranks (default: "
-        f"{lr:g} for SGD, {ADAMW_LR:g} for AdamW)",
-    )
-    group.add_argument(
-        "--no-scale-lr",
-        action="store_true",
-        help="take --lr as it is, whatever the number of ranks",
-    )
-    group.add_argument(
-        "--lr-warmup-steps",
-        type=int,
-        default=0,
-        help="grow linearly from 1 / ranks of the learning rate (default: %(default)s)",
-    )
-    group.add_argument(
-        "--lr-schedule",
-        choices=("constant", "cosine"),
-        default="cosine",
-        help="after the warm-up (default: %(default)s)",
-    )
-    group.add_argument("--momentum", type=float, default=0.9, help="SGD's (default: %(default)s)")
-    group.add_argument(
-        "--weight-decay", type=float, default=weight_decay, help="default: %(default)s"
-    )
-    group.add_argument(
-        "--clip-norm",
-        type=float,
-        default=clip_norm,
-        help="clip the averaged gradient to this norm (default: %(default)s)",
-    )
-    group.add_argument("--seed", type=int, default=1)
-
-    group = parser.add_argument_group("compression")
-    group.add_argument(
-        "--compression",
-        choices=("none", "fp16", "scalecom"),
-        default="scalecom",
-        help="default: %(default)s",
-    )
-    group.add_argument("--rate", type=float, help="ScaleCom: one gradient element in RATE is sent")
-    group.add_argument("--bits", type=int, help="ScaleCom: of a value that is sent")
-    group.add_argument(
-        "--beta",
-        type=float,
-        help="ScaleCom: low-pass filter on the residue; 1 is classic error feedback",
-    )
-    group.add_argument(
-        "--dense",
-        action="append",
-        metavar="GLOBS",
-        help=(
-            "ScaleCom: parameters sent whole, globs separated by commas, repeatable; 'none' "
-            "for no tensor"
-        ),
-    )
-    group.add_argument(
-        "--leader",
-        choices=("cyclic", "staggered"),
-        help="ScaleCom: one leader for all buckets, or one for each",
-    )
-    group.add_argument(
-        "--lookahead",
-        action="store_true",
-        default=None,
-        help="ScaleCom: the leader chooses one step ahead",
-    )
-    group.add_argument(
-        "--selection",
-        choices=("lanes", "exact"),
-        help="ScaleCom: the largest of each lane, or the true top-k",
-    )
-    group.add_argument("--min-numel", type=int, help="ScaleCom: smaller tensors are sent whole")
-
-    group = parser.add_argument_group("output")
-    group.add_argument("--checkpoint-dir", type=Path, help="a folder that every rank can reach")
-    group.add_argument(
-        "--checkpoint-every", type=int, default=100, metavar="STEPS", help="default: %(default)s"
-    )
-    group.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the newest checkpoint in --checkpoint-dir, if there is one",
-    )
-    group.add_argument(
-        "--stop-at",
-        type=int,
-        metavar="STEP",
-        help="write a checkpoint after this step and leave, for time-limited queues",
-    )
-    group.add_argument(
-        "--metrics",
-        type=Path,
-        metavar="FILE",
-        help="write JSON lines: losses, evaluations, and a summary last",
-    )
-    group.add_argument(
-        "--evaluate-every", type=int, default=100, metavar="STEPS", help="default: %(default)s"
-    )
-    group.add_argument("--no-progress", action="store_true", help="no progress bar")
-    group.add_argument(
-        "--tensorboard",
-        type=Path,
-        metavar="DIR",
-        help="ScaleCom: write what is sent and what waits, for TensorBoard",
-    )
+# --------------------------------------------------------------------------------------------------
+# options
 
 
-def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse combinations of options that argparse itself cannot see.
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Help with the default of each option that has one."""
 
-    It prints the parser's usage and exits with a non-zero status.
-    """
-    for name in ("steps", "batch_size", "checkpoint_every", "evaluate_every"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if (args.resume or args.stop_at) and not args.checkpoint_dir:
-        parser.error("--resume and --stop-at need --checkpoint-dir")
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return super()._get_help_string(action) if action.default else str(action.help)
+
+
+def add_training_options(parser: argparse.ArgumentParser, lr: float, **defaults: Any) -> None:
+    """The options of any training script. lr: SGD's learning rate; AdamW's is ADAMW_LR."""
+    parser.formatter_class = Help
+    rates = f"{lr:g} for SGD, {ADAMW_LR:g} for AdamW"
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=int, help="optimizer steps")
+    add("--batch-size", type=int, help="per rank")
+    add("--optimizer", choices=("sgd", "adamw"), default="sgd", help="the optimizer")
+    add("--lr", type=float, help=f"learning rate, times the number of ranks; or else {rates}")
+    add("--no-scale-lr", action="store_true", help="take --lr as it is")
+    add("--lr-schedule", choices=("constant", "cosine"), default="cosine", help="from then on")
+    add("--momentum", type=float, default=0.9, help="SGD's")
+    add("--weight-decay", type=float, default=0.0, help="of the optimizer")
+    add("--clip-norm", type=float, help="clip the averaged gradient to this norm")
+    add("--seed", type=int, default=1, help="of all that is random")
+
+    add = parser.add_argument_group("compression").add_argument
+    add("--compression", choices=("none", "fp16", "scalecom"), default="scalecom", help="how")
+    add("--rate", type=float, help="ScaleCom: one gradient element in RATE is sent")
+    add("--bits", type=int, help="ScaleCom: of a value that is sent")
+    add("--beta", type=float, help="ScaleCom: of the residues' filter; 1: error feedback")
+    add("--dense", metavar="GLOBS", help="ScaleCom: sent whole, as 'head*,*.bias', or 'none'")
+    add("--leader", choices=("cyclic", "staggered"), help="ScaleCom: one, or one for each bucket")
+    ahead = "ScaleCom: the leader chooses one step ahead"
+    add("--lookahead", action="store_true", default=None, help=ahead)
+
+    add = parser.add_argument_group("output").add_argument
+    add("--checkpoint-dir", type=Path, help="a folder that every rank can reach")
+    add("--checkpoint-every", type=int, default=100, metavar="STEPS", help="between checkpoints")
+    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    stop = "write a checkpoint after this step and leave, for time-limited queues"
+    add("--stop-at", type=int, metavar="STEP", help=stop)
+    add("--metrics", type=Path, metavar="FILE", help="JSON lines: losses, and a summary last")
+    add("--evaluate-every", type=int, default=100, metavar="STEPS", help="between evaluations")
+    add("--no-progress", action="store_true", help="no progress bar")
+    add("--tensorboard", type=Path, metavar="DIR", help="ScaleCom: what is sent and what waits")
+    parser.set_defaults(default_lr={"sgd": lr, "adamw": ADAMW_LR}, **defaults)
 
 
 def main(
@@ -194,14 +91,17 @@ def main(
     train: Callable[[argparse.Namespace], dict[str, Any]],
     start: Callable[[], None],
     hvd: ModuleType,
-    argv: list[str] | None = None,
 ) -> None:
     """Parse, start Horovod, train, print the summary on rank 0.
 
     Wrong input ends in a message and a non-zero exit.
     """
-    args = parser.parse_args(argv)
-    check_options(parser, args)
+    args = parser.parse_args()
+    for name in ("steps", "batch_size", "checkpoint_every", "evaluate_every"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if (args.resume or args.stop_at) and not args.checkpoint_dir:
+        parser.error("--resume and --stop-at need --checkpoint-dir")
     start()
     try:
         summary = train(args)
@@ -217,23 +117,19 @@ def main(
 
 
 def compression_from(
-    args: argparse.Namespace,
-    shapes: Mapping[str, tuple[int, ...]],
-    hvd: ModuleType,
+    args: argparse.Namespace, shapes: Mapping[str, tuple[int, ...]], hvd: ModuleType
 ) -> Any:
     """The compression that the options ask for.
 
     Pass it to hvd.DistributedOptimizer or DistributedGradientTape. For options that are not given,
-    the library's defaults and SCALECOM_* variables hold.
-
-    shapes: of all parameters, by name.
+    the library's defaults and SCALECOM_* variables hold. shapes: of all parameters, by name.
     """
     if args.compression != "scalecom":
         return getattr(hvd.Compression, args.compression)
-    names = ("rate", "bits", "beta", "leader", "lookahead", "selection", "min_numel")
+    names = ("rate", "bits", "beta", "leader", "lookahead")
     fields = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.dense is not None:
-        fields["dense"] = _globs(args.dense)
+        fields["dense"] = [glob for glob in args.dense.split(",") if glob != "none"]
     try:
         compression = hvd.ScaleCom(**fields)
         compression.config.rates_for(shapes)  # finds globs that match no parameter
@@ -242,43 +138,13 @@ def compression_from(
     return compression
 
 
-def monitor_from(args: argparse.Namespace, compression: Any, hvd: ModuleType) -> Any:
-    """A monitor for the progress bar and for --tensorboard; None: nothing is compressed."""
-    if args.compression != "scalecom":
-        return None
-    return hvd.Monitor(compression, every=50, tensorboard=args.tensorboard)
-
-
-def _globs(options: list[str]) -> list[str]:
-    return [
-        glob.strip()
-        for option in options
-        for glob in option.split(",")
-        if glob.strip() not in ("", "none")
-    ]
-
-
-def total_steps(args: argparse.Namespace, examples: int, ranks: int) -> int:
-    """--steps, or the steps that --epochs passes over `examples` take on all ranks together."""
-    if args.epochs is None:
-        return args.steps
-    return max(1, round(args.epochs * examples / (args.batch_size * ranks)))
-
-
-def learning_rate(args: argparse.Namespace, step: int, steps: int, ranks: int) -> float:
-    """The learning rate of `step`.
-
-    It is scaled by the number of ranks and warmed up. Then it is constant, or falls to zero along a
-    half cosine.
-    """
+def learning_rate(args: argparse.Namespace, step: int, ranks: int) -> float:
+    """The learning rate of `step`, for all ranks: constant, or along a half cosine to zero."""
     rate = args.default_lr[args.optimizer] if args.lr is None else args.lr
     peak = rate if args.no_scale_lr else rate * ranks
-    if step < args.lr_warmup_steps:
-        return peak / ranks * (1 + (ranks - 1) * step / args.lr_warmup_steps)
     if args.lr_schedule == "constant":
         return peak
-    done = (step - args.lr_warmup_steps) / max(1, steps - args.lr_warmup_steps)
-    return peak * (1 + math.cos(math.pi * done)) / 2
+    return peak * (1 + math.cos(math.pi * step / args.steps)) / 2
 
 
 # --------------------------------------------------------------------------------------------------
@@ -303,17 +169,15 @@ def deal(args: argparse.Namespace, examples: int, step: int, hvd: ModuleType) ->
     together = args.batch_size * hvd.size()
     per_epoch = examples // together
     if per_epoch == 0:
-        raise WrongInput(
-            f"{hvd.size()} ranks times --batch-size {args.batch_size} is more than the {examples} "
-            "training examples"
-        )
+        asked = f"{hvd.size()} ranks times --batch-size {args.batch_size}"
+        raise WrongInput(f"{asked} is more than the {examples} training examples")
     epoch, position = divmod(step, per_epoch)
     return epoch, slice(position * together + hvd.rank(), (position + 1) * together, hvd.size())
 
 
-def my_share(count: int, hvd: ModuleType) -> range:
+def my_share(count: int, hvd: ModuleType) -> list[int]:
     """Which of `count` test examples this rank evaluates."""
-    return range(hvd.rank(), count, hvd.size())
+    return list(range(hvd.rank(), count, hvd.size()))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -355,10 +219,7 @@ def keep(paths: Iterable[Path]) -> None:
 
 
 def keep_names(folder: Path) -> None:
-    """Return once a folder's list of files is on the disk.
-
-    Some network file systems cannot tell.
-    """
+    """Return once a folder's list of files is on the disk. Some network disks cannot tell."""
     with contextlib.suppress(OSError):
         keep([folder])
 
@@ -379,23 +240,21 @@ def commit_checkpoint(folder: Path, step: int, hvd: ModuleType) -> None:
                 old.unlink()
 
 
-def latest_checkpoint(folder: Path, hvd: ModuleType) -> tuple[int, int] | None:
-    """The newest checkpoint's step and the number of ranks that wrote it; None if there is none.
+def latest_checkpoint(args: argparse.Namespace, hvd: ModuleType) -> tuple[int, int]:
+    """The step of the newest checkpoint, if --resume asks for it, and how many ranks wrote it.
 
-    All ranks must call it.
+    Without one, both are 0. All ranks must call it.
     """
-    latest = folder / "latest.json"
-    found = json.loads(latest.read_text()) if hvd.rank() == 0 and latest.exists() else None
-    found = hvd.broadcast_object(found, root_rank=0, name="checkpoint")
-    if found is None:
-        return None
-    if found["ranks"] != hvd.size() and hvd.rank() == 0:
-        print(
-            f"the checkpoint is of {found['ranks']} ranks, this run has {hvd.size()}: batches "
-            "differ, new ranks' residues are zero",
-            file=sys.stderr,
-        )
-    return found["step"], found["ranks"]
+    step = ranks = 0
+    if args.resume:
+        latest = args.checkpoint_dir / "latest.json"
+        found = json.loads(latest.read_text()) if hvd.rank() == 0 and latest.exists() else {}
+        found = hvd.broadcast_object(found, root_rank=0, name="checkpoint")
+        step, ranks = found.get("step", 0), found.get("ranks", 0)
+        if step and ranks != hvd.size() and hvd.rank() == 0:
+            was = f"the checkpoint is of {ranks} ranks, this run has {hvd.size()}"
+            print(f"{was}: batches differ, new ranks' residues are zero", file=sys.stderr)
+    return step, ranks
 
 
 # --------------------------------------------------------------------------------------------------
@@ -417,7 +276,10 @@ class RunLog:
     """Progress bar and metrics of one run; on ranks other than 0 it only takes part in averaging.
 
     The file holds one JSON object per line, each with an "event": start, train, test or end.
-    mean_over_ranks: averages a loss. monitor: from `monitor_from`.
+
+    Args:
+        mean: averages a loss over ranks.
+        compression: of the run.
     """
 
     def __init__(
@@ -425,62 +287,60 @@ class RunLog:
         args: argparse.Namespace,
         title: str,
         first_step: int,
-        steps: int,
         hvd: ModuleType,
-        mean_over_ranks: Callable[[Any], float],
-        monitor: Any = None,
-        loss_every: int = 10,
+        mean: Callable[[Any], float],
+        compression: Any,
     ) -> None:
-        self._mine = hvd.rank() == 0
-        self._mean_over_ranks = mean_over_ranks
-        self._monitor, self._loss_every = monitor, loss_every
-        self._steps = steps
-        self._bar = tqdm(
-            total=steps,
-            initial=first_step,
-            desc=title,
-            unit="step",
-            mininterval=0.5,
-            disable=not self._mine or args.no_progress,
-        )
+        self._args, self._first, self._mean = args, first_step, mean
+        self.last_step = min(args.steps, args.stop_at or args.steps)
+        mine = hvd.rank() == 0
+        self._monitor = None
+        if args.compression == "scalecom":
+            self._monitor = hvd.Monitor(compression, SENT_EVERY, tensorboard=args.tensorboard)
+        hidden = not mine or args.no_progress
+        self._bar = tqdm(desc=title, total=args.steps, initial=first_step, disable=hidden)
         self._file = None
-        if self._mine and args.metrics:
+        if mine and args.metrics:
             args.metrics.parent.mkdir(parents=True, exist_ok=True)
             self._file = args.metrics.open("a" if first_step else "w")
         self._durations: list[float] = []
         self._shown: dict[str, str] = {}
-        options = {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in vars(args).items()
-        }
-        self.write("start", step=first_step, steps=steps, ranks=hvd.size(), options=options)
+        self.scores: dict[str, float] = {}
+        options = {n: str(v) if isinstance(v, Path) else v for n, v in vars(args).items()}
+        self._write("start", step=first_step, steps=args.steps, ranks=hvd.size(), options=options)
 
-    def timed_steps(self, first: int, last: int) -> Iterator[int]:
-        """The step numbers first, ..., last - 1.
-
-        A step's time is the time that the loop's body takes until `step_done`.
-        """
-        for step in range(first, last):
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps. A step's time is the loop's body's, until `step_done`."""
+        for step in range(self._first, self.last_step):
             self._began = time.perf_counter()
             yield step
 
-    def step_done(self, step: int, loss: Any, **numbers: float) -> None:
-        """End a step's time, show progress; every few steps write the loss, averaged over ranks."""
+    def step_done(
+        self,
+        step: int,
+        loss: Any,
+        lr: float,
+        evaluate: Callable[[], dict[str, float]],
+        save: Callable[[int], None],
+    ) -> None:
+        """End a step's time, and show progress. At times evaluate, or save a checkpoint."""
+        args, done = self._args, step + 1
         self._durations.append(time.perf_counter() - self._began)
         self._bar.update()
         if self._monitor is not None:
             self._monitor.step()
             if self._monitor.line:
                 self._show(sent=self._monitor.line)
-        if (step + 1) % self._loss_every == 0 or step + 1 == self._steps:
-            mean = self._mean_over_ranks(loss)
+        if done % LOSS_EVERY == 0 or done == args.steps:
+            mean = self._mean(loss)
             self._show(loss=f"{mean:.3f}")
-            self.write("train", step=step + 1, loss=mean, **numbers)
-
-    def test(self, step: int, **numbers: float) -> None:
-        """Record an evaluation after `step` steps."""
-        self._show(**{name: f"{value:.3f}" for name, value in numbers.items()})
-        self.write("test", step=step, **numbers)
+            self._write("train", step=done, loss=mean, lr=lr)
+        if done % args.evaluate_every == 0 or done == args.steps:
+            self.scores = evaluate()
+            self._show(**{name: f"{value:.3f}" for name, value in self.scores.items()})
+            self._write("test", step=done, **self.scores)
+        if args.checkpoint_dir and (done % args.checkpoint_every == 0 or done == self.last_step):
+            save(done)
 
     def end(self, **numbers: Any) -> dict[str, Any]:
         """Close the bar and the file; returns the summary, which is also the file's last line.
@@ -488,17 +348,15 @@ class RunLog:
         ms_per_step: the median over the last half of the steps, which excludes the start.
         """
         recent = self._durations[len(self._durations) // 2 :]
-        summary = {
-            "ms_per_step": round(1000 * statistics.median(recent), 3) if recent else None,
-            **numbers,
-        }
-        self.write("end", **summary)
+        median = round(1000 * statistics.median(recent), 3) if recent else None
+        summary = {"ms_per_step": median, "step": self.last_step, **self.scores, **numbers}
+        self._write("end", **summary)
         self._bar.close()
         if self._file:
             self._file.close()
         return summary
 
-    def write(self, event: str, **numbers: Any) -> None:
+    def _write(self, event: str, **numbers: Any) -> None:
         if self._file:
             self._file.write(json.dumps({"event": event, **numbers}) + "\n")
             self._file.flush()

@@ -49,28 +49,26 @@ def optimizer_from(
     args: argparse.Namespace, parameters: Iterable[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
     """The optimizer that the options ask for; its learning rate is set at every step."""
+    decay = args.weight_decay
     if args.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, weight_decay=args.weight_decay)
-    return torch.optim.SGD(
-        parameters, lr=0.0, momentum=args.momentum, weight_decay=args.weight_decay
-    )
+        return torch.optim.AdamW(parameters, weight_decay=decay)
+    return torch.optim.SGD(parameters, lr=0.0, momentum=args.momentum, weight_decay=decay)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+def apply_gradients(args: argparse.Namespace, optimizer: torch.optim.Optimizer, step: int) -> float:
+    """Take the step, with its learning rate, which is returned. Clip before, if --clip-norm is."""
+    lr = training.learning_rate(args, step, hvd.size())
     for group in optimizer.param_groups:
-        group["lr"] = value
-
-
-def apply_gradients(optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
-    """Clip the averaged gradient if `clip_norm` is given, then call optimizer.step()."""
-    if clip_norm is None:
+        group["lr"] = lr
+    if args.clip_norm is None:
         optimizer.step()
-        return
+        return lr
     optimizer.synchronize()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+    torch.nn.utils.clip_grad_norm_(parameters, args.clip_norm)
     with optimizer.skip_synchronize():
         optimizer.step()
+    return lr
 
 
 # --------------------------------------------------------------------------------------------------
@@ -94,9 +92,8 @@ def mean_over_ranks(loss: torch.Tensor) -> float:
 
 def ratio_over_ranks(numerator: float, denominator: float, name: str) -> float:
     """Sum both over all ranks and divide. This is a metric's mean if each rank knows a part."""
-    sums = hvd.allreduce(
-        torch.tensor([numerator, denominator], dtype=torch.float64), op=hvd.Sum, name=name
-    )
+    both = torch.tensor([numerator, denominator], dtype=torch.float64)
+    sums = hvd.allreduce(both, op=hvd.Sum, name=name)
     return float(sums[0] / sums[1])
 
 
@@ -114,16 +111,6 @@ def share_buffers(model: torch.nn.Module) -> None:
 # checkpoints
 
 
-def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Let all ranks begin with rank 0's model and optimizer.
-
-    The optimizer goes first: if its state is empty, Horovod makes it with a step of zero gradients,
-    and with weight decay that step moves the parameters.
-    """
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-
-
 def save_checkpoint(
     folder: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
@@ -136,24 +123,33 @@ def save_checkpoint(
     if compression is not None:
         _write(_residues_file(folder, step, hvd.rank()), compression.state_dict())
     if hvd.rank() == 0:
-        _write(
-            _model_file(folder, step),
-            {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-        )
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        _write(_model_file(folder, step), state)
     hvd.barrier()
     training.commit_checkpoint(folder, step, hvd)
 
 
-def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the newest checkpoint and return its step; 0 if there is none.
+def begin(
+    args: argparse.Namespace, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> int:
+    """Load the newest checkpoint, if --resume asks for it, and return its step; 0: there is none.
 
-    Call `broadcast_state` after it. If there are more ranks than before, the new ones start with
-    residues of zero.
+    All ranks begin with rank 0's model and optimizer. If there are more ranks than before, the new
+    ones start with residues of zero.
     """
-    found = training.latest_checkpoint(folder, hvd)
-    if found is None:
-        return 0
-    step, ranks = found
+    step, ranks = training.latest_checkpoint(args, hvd)
+    if step:
+        _load(args.checkpoint_dir, step, ranks, model, optimizer)
+    # The optimizer goes first: if its state is empty, Horovod makes it with a step of zero
+    # gradients, and with weight decay that step moves the parameters.
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    return step
+
+
+def _load(
+    folder: Path, step: int, ranks: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     if hvd.rank() == 0:
         state = torch.load(_model_file(folder, step), map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
@@ -166,11 +162,8 @@ def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim
         file = _residues_file(folder, step, source)
         state = torch.load(file, map_location="cpu", weights_only=True)
         if source != hvd.rank():
-            state["residues"] = {
-                name: torch.zeros_like(residue) for name, residue in state["residues"].items()
-            }
+            state["residues"] = {n: torch.zeros_like(r) for n, r in state["residues"].items()}
         compression.load_state_dict(state)
-    return step
 
 
 def _model_file(folder: Path, step: int) -> Path:
@@ -185,11 +178,21 @@ def _write(path: Path, state: dict[str, Any]) -> None:
     training.write_whole(path, lambda file: torch.save(state, file))
 
 
-def traffic_per_step(
-    args: argparse.Namespace, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> int:
-    """Bytes that one rank sends per step on a ring."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return training.traffic_per_step(
-        args, trained, getattr(optimizer, "compression", None), hvd.size()
-    )
+def run_log(
+    args: argparse.Namespace, title: str, first_step: int, optimizer: torch.optim.Optimizer
+) -> training.RunLog:
+    compression = getattr(optimizer, "compression", None)
+    return training.RunLog(args, title, first_step, hvd, mean_over_ranks, compression)
+
+
+def end(
+    log: training.RunLog,
+    args: argparse.Namespace,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, Any]:
+    """End a run; returns its summary."""
+    count = sum(p.numel() for p in model.parameters())
+    compression = getattr(optimizer, "compression", None)
+    sent = training.traffic_per_step(args, count, compression, hvd.size())
+    return log.end(parameters=count, bytes_per_step=sent)
