@@ -46,6 +46,7 @@ PROGRAMS = {
     "ssh": "openssh-client",
     "unshare": "util-linux",
 }
+UNSHARE = ("unshare", "--pid", "--mount", "--net", "--fork", "--kill-child")
 POLICY = Path("/usr/sbin/policy-rc.d")
 WAIT_FOR_ALL = 'for pid in "${pids[@]}"; do wait "$pid" || code=$?; done'
 
@@ -121,32 +122,16 @@ class Hosts:
         if not 2 <= n <= 8:
             raise ValueError(f"a cluster has 2 to 8 hosts, not {n}")
         if os.geteuid() != 0:
-            raise PermissionError(
-                "hosts need root: they are namespaces with a network of their own"
-            )
+            raise PermissionError("hosts need root: they are namespaces with their own network")
         if absent := missing():
-            packages = " ".join(sorted(set(absent.values())))
-            raise FileNotFoundError(
-                f"hosts need {', '.join(absent)}: apt-get install {packages}, or python "
-                "scripts/bench/hosts.py --install"
-            )
+            apt = f"apt-get install {' '.join(sorted(set(absent.values())))}"
+            ours = "python scripts/bench/hosts.py --install"
+            raise FileNotFoundError(f"hosts need {', '.join(absent)}: {apt}, or {ours}")
         self.names: list[str] = [f"h{i + 1}" for i in range(n)]
         # The cluster has a session of its own, so that a Ctrl-C at the terminal ends it only when
         # this process says so.
         self._cluster = subprocess.Popen(
-            [
-                "unshare",
-                "--pid",
-                "--mount",
-                "--net",
-                "--fork",
-                "--kill-child",
-                "bash",
-                "-c",
-                CLUSTER,
-                "bash",
-                str(n),
-            ],
+            [*UNSHARE, "bash", "-c", CLUSTER, "bash", str(n)],
             env=_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -183,18 +168,8 @@ class Hosts:
 
     def enter(self, host: str, command: list[str]) -> list[str]:
         """The command line that runs `command` inside `host`, in the current directory."""
-        spaces = ["--pid", "--mount", "--net", "--uts"]
-        return [
-            "nsenter",
-            "--target",
-            str(self._pids[host]),
-            *spaces,
-            "--",
-            "env",
-            "--chdir",
-            os.getcwd(),
-            *command,
-        ]
+        spaces = ["--pid", "--mount", "--net", "--uts", "--target", str(self._pids[host])]
+        return ["nsenter", *spaces, "--", "env", "--chdir", os.getcwd(), *command]
 
     def command(
         self,
@@ -217,17 +192,9 @@ class Hosts:
         if launcher == "horovodrun --gloo":
             # horovodrun's cache, a file in the home directory, would say for an hour that hosts of
             # these names can be reached.
-            options = [
-                "--gloo",
-                "--disable-cache",
-                "--network-interfaces",
-                "e0",
-                "-np",
-                ranks,
-                "-H",
-                on,
-            ]
-            return self.enter("h1", [launch.find("horovodrun"), *options, *python])
+            options = ["--gloo", "--disable-cache", "--network-interfaces", "e0"]
+            horovodrun = [launch.find("horovodrun"), *options, "-np", ranks, "-H", on]
+            return self.enter("h1", [*horovodrun, *python])
         if launcher == "mpirun":
             mca = {
                 "btl": "tcp,self",
@@ -244,14 +211,10 @@ class Hosts:
             variables = [
                 part for name in environment if name.isidentifier() for part in ("-x", name)
             ]
-            options = ["--bind-to", "none", "-np", ranks, "-H", on]
-            return self.enter(
-                "h1", [launch.find("mpirun"), *settings, *variables, *options, *python]
-            )
-        raise ValueError(
-            f"unknown launcher {launcher!r}: across hosts it is 'mpirun', 'horovodrun --gloo' or "
-            "'torchrun'"
-        )
+            mpirun = [launch.find("mpirun"), *settings, *variables, "--bind-to", "none"]
+            return self.enter("h1", [*mpirun, "-np", ranks, "-H", on, *python])
+        known = "across hosts it is 'mpirun', 'horovodrun --gloo' or 'torchrun'"
+        raise ValueError(f"unknown launcher {launcher!r}: {known}")
 
     def _torchrun_everywhere(self, program: list[str], ranks_per_host: int) -> str:
         """A script that starts torchrun on every host, as people do, and waits for all."""
@@ -349,11 +312,8 @@ def shaping(mbit: float | None) -> list[list[str]]:
     # less than two packets. The more it is, the less the rate limits a short message. Packets that
     # the kernel has yet to cut up must fit in, or it cuts them on the processor.
     burst = max(4096, int((mbit or 10_000) * 1e6 / 8 / 4000))
-    queue = (
-        ["tbf", "rate", f"{mbit}mbit", "burst", f"{burst}", "limit", "64mb"]
-        if mbit
-        else ["noqueue"]
-    )
+    limited = ["tbf", "rate", f"{mbit}mbit", "burst", f"{burst}", "limit", "64mb"]
+    queue = limited if mbit else ["noqueue"]
     return [
         ["ip", "link", "set", "e0", "gso_max_size", f"{min(65536, int(0.9 * burst))}"],
         ["tc", "qdisc", "replace", "dev", "e0", "root", *queue],
@@ -363,11 +323,7 @@ def shaping(mbit: float | None) -> list[list[str]]:
 def missing() -> dict[str, str]:
     """{program that hosts need and this machine lacks: the Debian package it is in}."""
     path = _environment()["PATH"]
-    return {
-        program: package
-        for program, package in PROGRAMS.items()
-        if not shutil.which(program, path=path)
-    }
+    return {name: deb for name, deb in PROGRAMS.items() if not shutil.which(name, path=path)}
 
 
 def install() -> None:
@@ -405,30 +361,15 @@ def _environment(**more: str) -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hosts", type=int, default=2, help="2 to 8; default: 2")
-    parser.add_argument(
-        "--mbit", type=float, help="what each host can send, in Mbit/s; default: no limit"
-    )
-    parser.add_argument(
-        "--launcher",
-        default="horovodrun --gloo",
-        help="'mpirun', 'torchrun' or 'horovodrun --gloo' (the default)",
-    )
-    parser.add_argument("--ranks-per-host", type=int, default=1, help="default: 1")
-    parser.add_argument(
-        "--timeout", type=float, help="seconds after which the job is killed; default: none"
-    )
-    parser.add_argument(
-        "--shell", action="store_true", help="open a shell in h1 instead of running a program"
-    )
-    parser.add_argument(
-        "--install", action="store_true", help="install the programs that hosts need, with apt-get"
-    )
-    parser.add_argument(
-        "program",
-        nargs="*",
-        help="a Python program with its arguments, after --; its ranks run on all hosts",
-    )
+    add, launcher = parser.add_argument, "horovodrun --gloo"
+    add("--hosts", type=int, default=2, help="2 to 8; default: 2")
+    add("--mbit", type=float, help="what each host can send, in Mbit/s; default: no limit")
+    add("--launcher", default=launcher, help=f"'mpirun', 'torchrun' or '{launcher}' (the default)")
+    add("--ranks-per-host", type=int, default=1, help="default: 1")
+    add("--timeout", type=float, help="seconds after which the job is killed; default: none")
+    add("--shell", action="store_true", help="open a shell in h1 instead of running a program")
+    add("--install", action="store_true", help="install with apt-get what hosts need")
+    add("program", nargs="*", help="after --: a Python program; its ranks run on all hosts")
     arguments = parser.parse_args()
     if arguments.install:
         install()
@@ -438,9 +379,8 @@ def main() -> int:
     try:
         with Hosts(arguments.hosts, arguments.mbit) as hosts:
             if arguments.shell:
-                return subprocess.call(
-                    hosts.enter("h1", [os.environ.get("SHELL", "bash")]), env=_environment()
-                )
+                shell = hosts.enter("h1", [os.environ.get("SHELL", "bash")])
+                return subprocess.call(shell, env=_environment())
             return hosts.run(
                 arguments.launcher,
                 arguments.program,

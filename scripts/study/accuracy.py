@@ -73,58 +73,21 @@ class Experiment:
     methods: dict[str, Way]
 
 
+BOTH = {"dense": Way(DENSE), "ScaleCom": Way(SCALECOM)}
+WITH_PAPERS = BOTH | {"ScaleCom, 32 bits, 100x": Way(PAPER)}
+RESNET = "digits, ResNet"
+FORGETTING = WITH_PAPERS | {"residues thrown away": Way(SCALECOM, forget=True)}
+TORCHRUN = WITH_PAPERS | {"ScaleCom, torchrun": Way(SCALECOM, launcher="torchrun")}
+LSTM = ("source code, LSTM", "train_char_lm", TEXT, "bits_per_character", TORCHRUN)
 EXPERIMENTS = {
-    "digits": Experiment(
-        "digits, ResNet, batch norm",
-        "train_image",
-        DIGITS,
-        "acc9",
-        {
-            "dense": Way(DENSE),
-            "ScaleCom": Way(SCALECOM),
-            "ScaleCom, 32 bits, 100x": Way(PAPER),
-            "residues thrown away": Way(SCALECOM, forget=True),
-        },
-    ),
+    "digits": Experiment(f"{RESNET}, batch norm", "train_image", DIGITS, "acc9", FORGETTING),
     "group": Experiment(
-        "digits, ResNet, group norm, large learning rate",
-        "train_image",
-        GROUP,
-        "acc9",
-        {
-            "dense": Way(DENSE),
-            "ScaleCom": Way(SCALECOM),
-            "ScaleCom, 32 bits, 100x": Way(PAPER),
-        },
+        f"{RESNET}, group norm, large learning rate", "train_image", GROUP, "acc9", WITH_PAPERS
     ),
-    "lstm": Experiment(
-        "source code, LSTM",
-        "train_char_lm",
-        TEXT,
-        "bits_per_character",
-        {
-            "dense": Way(DENSE),
-            "ScaleCom": Way(SCALECOM),
-            "ScaleCom, torchrun": Way(SCALECOM, launcher="torchrun"),
-            "ScaleCom, 32 bits, 100x": Way(PAPER),
-        },
-    ),
-    "keras": Experiment(
-        "digits, ResNet in Keras, batch norm",
-        "train_keras",
-        KERAS,
-        "acc9",
-        {"dense": Way(DENSE), "ScaleCom": Way(SCALECOM)},
-    ),
+    "lstm": Experiment(*LSTM),
+    "keras": Experiment(f"{RESNET} in Keras, batch norm", "train_keras", KERAS, "acc9", BOTH),
     "cifar10": Experiment(
-        "CIFAR-10, ResNet-34, batch norm",
-        "train_image",
-        CIFAR10,
-        "accuracy",
-        {
-            "dense": Way(DENSE),
-            "ScaleCom": Way(SCALECOM),
-        },
+        "CIFAR-10, ResNet-34, batch norm", "train_image", CIFAR10, "accuracy", BOTH
     ),
 }
 # The experiments with data that every machine has.
@@ -163,9 +126,8 @@ def main() -> None:
         for script, launcher in dict.fromkeys((run.script, run.launcher) for run in missing):
             start_ranks(args, script, launcher)
     print(table(runs, args.output))
-    (args.output / "summary.json").write_text(
-        json.dumps(summary(runs, args.output), indent=1) + "\n"
-    )
+    found = json.dumps(summary(runs, args.output), indent=1)
+    (args.output / "summary.json").write_text(f"{found}\n")
 
 
 def planned_runs(args: argparse.Namespace) -> list[Run]:
@@ -179,14 +141,8 @@ def planned_runs(args: argparse.Namespace) -> list[Run]:
             for method, way in experiment.methods.items():
                 label = "".join(c if c.isalnum() or c == "." else "-" for c in method)
                 name = f"{key}-{'quick-' if args.quick else ''}{label}-ranks{args.ranks}-seed{seed}"
-                all_options = (
-                    *options,
-                    *way.options,
-                    "--seed",
-                    str(seed),
-                    "--evaluate-every",
-                    "1000000",
-                )
+                more = ("--seed", str(seed), "--evaluate-every", "1000000")
+                all_options = (*options, *way.options, *more)
                 script, how = experiment.script, (way.forget, way.launcher)
                 runs.append(Run(name, key, method, seed, script, all_options, *how))
     return runs
@@ -207,10 +163,8 @@ def start_ranks(args: argparse.Namespace, script: str, launcher: str) -> None:
     command = launch.command(launcher, args.ranks, program)
     returncode = subprocess.run(command, env=launch.environment()).returncode
     if returncode != 0:
-        sys.exit(
-            f"a run failed with exit status {returncode}; finished runs are kept, and a second "
-            "call goes on from there"
-        )
+        failed = f"a run failed with exit status {returncode}"
+        sys.exit(f"{failed}; finished runs are kept, and a second call goes on from there")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -224,16 +178,12 @@ def train_all(script: str, runs: list[Run], folder: Path) -> None:
     module.start()
     # Rank 0 decides what is missing: it is the rank that writes, and others may look a moment
     # later.
-    missing = hvd.broadcast_object(
-        [run for run in runs if finished(run, folder) is None], root_rank=0, name="missing"
-    )
+    missing = [run for run in runs if finished(run, folder) is None]
+    missing = hvd.broadcast_object(missing, root_rank=0, name="missing")
     for number, run in enumerate(missing, start=1):
         if hvd.rank() == 0:
-            print(
-                f"[{number}/{len(missing)}] {run.experiment}: {run.method}, seed {run.seed}",
-                file=sys.stderr,
-                flush=True,
-            )
+            what = f"{run.experiment}: {run.method}, seed {run.seed}"
+            print(f"[{number}/{len(missing)}] {what}", file=sys.stderr, flush=True)
         args = module.argument_parser().parse_args(run.options)
         with residues_thrown_away() if run.forget else contextlib.nullcontext():
             result = module.train(args)
@@ -310,47 +260,27 @@ def table(runs: list[Run], folder: Path) -> str:
         difference = "" if entry["method"] == "dense" else f"{entry['mean'] - baseline:+.{digits}f}"
         title = EXPERIMENTS[entry["experiment"]].title
         result = f"{entry['mean']:.{digits}f}{spread} {unit}"
-        cells = (
-            title,
-            entry["steps"],
-            len(entry["values"]),
-            entry["method"],
-            result,
-            difference,
-            f"{entry['mb_per_step']:.3f}",
-        )
+        megabytes, seeds = f"{entry['mb_per_step']:.3f}", len(entry["values"])
+        cells = (title, entry["steps"], seeds, entry["method"], result, difference, megabytes)
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += [
-        "",
-        "acc9: accuracy over the nine one-pixel shifts of the 360 test images; ±: standard "
-        "deviation over seeds.",
-    ]
+    nine = "acc9: accuracy over the nine one-pixel shifts of the 360 test images"
+    lines += ["", f"{nine}; ±: standard deviation over seeds."]
     return "\n".join(lines)
 
 
 def argument_parser() -> argparse.ArgumentParser:
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",")]
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("build/accuracy"),
-        help="folder for results (default: %(default)s)",
-    )
-    parser.add_argument("--quick", action="store_true", help="one seed and shorter runs")
-    parser.add_argument(
-        "--seeds",
-        type=lambda text: [int(seed) for seed in text.split(",")],
-        default=[1, 2, 3],
-        help="default: 1,2,3",
-    )
-    parser.add_argument(
-        "--only",
-        action="append",
-        choices=sorted(EXPERIMENTS),
-        help="repeatable; default: all but cifar10",
-    )
-    parser.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("build/accuracy"), help="default: %(default)s")
+    add("--quick", action="store_true", help="one seed and shorter runs")
+    add("--seeds", type=numbers, default=[1, 2, 3], help="default: 1,2,3")
+    only = "repeatable; default: all but cifar10"
+    add("--only", action="append", choices=sorted(EXPERIMENTS), help=only)
+    add("--ranks", type=int, default=4, help="default: %(default)s")
+    add("--as-rank", nargs=2, help=argparse.SUPPRESS)
     return parser
 
 
