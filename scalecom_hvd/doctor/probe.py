@@ -1,8 +1,8 @@
 """What a framework says about itself: `python -m scalecom_hvd.doctor.probe torch`.
 
 It runs in a process of its own, which facts.py starts. For each part it writes one line: MARK, and
-{part: what it says} in JSON. It writes the line at once, so that a crash in the next part does not
-lose it. For a part that cannot be imported it says {"error": why}.
+{part: what it says} in JSON, {"error": why} if the part cannot be imported. It writes the line at
+once, because the next part may end or hang the process.
 """
 
 from __future__ import annotations
@@ -12,35 +12,32 @@ import importlib.metadata
 import json
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from scalecom_hvd.doctor.children import MARK
+MARK = "scalecom_hvd.doctor.probe: "
 
 
-def torch() -> dict[str, Any]:
-    """PyTorch's version, GPUs and transports."""
+def _torch() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
     # A build without CUDA is asked, too: it says 0.
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    gloo = dist.is_available() and dist.is_gloo_available()
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda or "",
         "gpus": gpus,
-        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "gloo": gloo,
     }
 
 
-def horovod_torch() -> dict[str, Any]:
-    """What Horovod was built with, according to its part for PyTorch."""
-    return _horovod("horovod.torch")
+def _tensorflow() -> dict[str, Any]:
+    import tensorflow as tf
 
-
-def horovod_tensorflow() -> dict[str, Any]:
-    """What Horovod was built with, according to its part for TensorFlow."""
-    return _horovod("horovod.tensorflow")
+    gpus = [device.name for device in tf.config.list_physical_devices("GPU")]
+    # Keras 2 inside of TensorFlow has no __version__.
+    return {"version": tf.__version__, "keras": importlib.metadata.version("keras"), "gpus": gpus}
 
 
 def _horovod(name: str) -> dict[str, Any]:
@@ -49,50 +46,32 @@ def _horovod(name: str) -> dict[str, Any]:
     return {part: bool(getattr(hvd, f"{part}_built")()) for part in parts}
 
 
-def tensorflow() -> dict[str, Any]:
-    """TensorFlow's and Keras' versions, and GPUs."""
-    import tensorflow as tf
-
-    gpus = [device.name for device in tf.config.list_physical_devices("GPU")]
-    # Keras 2 inside of TensorFlow has no __version__.
-    return {"version": tf.__version__, "keras": importlib.metadata.version("keras"), "gpus": gpus}
-
-
-def operations() -> dict[str, Any]:
-    """Whether TensorFlow can load the kernel's operations."""
-    from scalecom_hvd.tensorflow import kernels
-
-    return {"loaded": kernels.operations() is not None}
-
-
-def native() -> dict[str, Any]:
-    """Whether the kernel in C can be loaded."""
+def _native() -> dict[str, Any]:
     from scalecom_hvd import native
 
-    return {"loaded": native.library() is not None}
+    return {"there": native.LIBRARY.exists(), "loaded": native.library() is not None}
 
 
-def triton() -> dict[str, Any]:
-    """Triton's version."""
-    import triton
+def _operations() -> dict[str, Any]:
+    from scalecom_hvd import native
+    from scalecom_hvd.tensorflow import kernels
 
-    return {"version": triton.__version__}
+    return {"there": native.OPERATIONS.exists(), "loaded": kernels.operations() is not None}
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "torch": torch,
-    "horovod.torch": horovod_torch,
-    "tensorflow": tensorflow,
-    "tensorflow operations": operations,
-    "horovod.tensorflow": horovod_tensorflow,
-    "native": native,
-    "triton": triton,
+PARTS = {
+    "torch": _torch,
+    "horovod.torch": lambda: _horovod("horovod.torch"),
+    "tensorflow": _tensorflow,
+    "horovod.tensorflow": lambda: _horovod("horovod.tensorflow"),
+    "horovod.tensorflow.operations": _operations,
+    "native": _native,
+    "triton": lambda: {"version": importlib.import_module("triton").__version__},
 }
 
 
 def main(parts: list[str]) -> None:
-    """Write what each part says."""
-    # A part may kill the process, and what was said before it must not be lost. Warnings are kept.
+    """Write what each part says, with the first warning that this package logged."""
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]

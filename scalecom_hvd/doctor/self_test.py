@@ -1,6 +1,6 @@
 """The self-test: two ranks on this machine with each launcher that is installed.
 
-The ranks' programs are torch_rank.py and tensorflow_rank.py. Imports children, facts, findings and
+The ranks' programs are torch_rank.py and tensorflow_rank.py. Imports children, facts and
 rank_check.
 """
 
@@ -11,11 +11,10 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from scalecom_hvd.doctor import children
-from scalecom_hvd.doctor.facts import Facts
-from scalecom_hvd.doctor.findings import NAMES
+from scalecom_hvd.doctor.facts import FRAMEWORKS, Facts
 from scalecom_hvd.doctor.rank_check import PASSED, RANKS
 
 # A line that names an error: Python's, or C++'s when it ends the process.
@@ -24,82 +23,59 @@ ERROR = re.compile(r"(Error|Exception)\b.*: |terminate called|what\(\):|not enou
 SHOWN = 12
 
 
-@dataclass(frozen=True)
-class Test:
-    """A test, and how to start its ranks.
-
-    Attributes:
-        name: what is tested.
-        command: the command that tests it.
-        left_out: why the test is not run; empty if it is run.
-        ranks: how many ranks must say that they passed.
-    """
+class Test(NamedTuple):
+    """A test, and how to start its ranks."""
 
     name: str
     command: list[str]
-    left_out: str = ""
-    ranks: int = RANKS
+    left_out: str = ""  # why the test is not run; empty if it is run
+    ranks: int = RANKS  # how many must say that they passed
 
 
-@dataclass(frozen=True)
-class Result:
-    """The result of a test.
-
-    Attributes:
-        name: of the test.
-        ok: whether it passed; None: it was left out.
-        seconds: how long it took.
-        says: what the ranks say, or why it was left out, or the last lines of its output.
-        command: the command that runs it again.
-    """
+class Result(NamedTuple):
+    """The result of a test."""
 
     name: str
-    ok: bool | None
+    ok: bool | None  # None: it was left out
     seconds: float
-    says: str
-    command: str
+    says: str  # what the ranks say, or why it was left out, or the last lines of its output
+    command: str  # runs it again
 
 
 def tests(facts: Facts) -> list[Test]:
     """All tests. A test of something that is missing or cannot work says why it is left out."""
-    mpi = _why_not_mpirun(facts)
-    gloo = _why_not_horovodrun(facts)
-    mpirun, horovodrun = _mpirun(facts), _horovodrun(facts)
-    torch, tensorflow = (
-        _why_not_on_horovod(facts, "torch"),
-        _why_not_on_horovod(facts, "tensorflow"),
-    )
-    horovod = [*_rank("torch"), "horovod"]
+    mpi, gloo = _why_not_horovod(facts, "mpirun"), _why_not_horovod(facts, "horovodrun")
+    torch, tensorflow = (_why_not(facts, part, f"horovod.{part}") for part in FRAMEWORKS)
     # Half of TensorFlow's test is its start, so one launcher is enough.
-    starts, why = (mpirun, "") if not mpi else (horovodrun, gloo)
-    launcher = "mpirun" if not mpi else "horovodrun --gloo"
-    torchrun = [*_torchrun(), "hook"]
+    start = "horovodrun --gloo" if mpi else "mpirun"
+    on_tensorflow = [*_by(start.split()[0], facts), *_rank("tensorflow")]
+    by_mpi, by_gloo = (
+        [*_by(launcher, facts), *_rank("torch"), "horovod"] for launcher in ("mpirun", "horovodrun")
+    )
     return [
-        Test("PyTorch on Horovod, mpirun", [*mpirun, *horovod], torch or mpi),
-        Test("PyTorch on Horovod, horovodrun --gloo", [*horovodrun, *horovod], torch or gloo),
-        Test("PyTorch on torch.distributed, torchrun", torchrun, _why_not_torchrun(facts)),
-        Test(
-            f"TensorFlow on Horovod, {launcher}",
-            [*starts, *_rank("tensorflow")],
-            tensorflow or why,
-        ),
+        Test("PyTorch on Horovod, mpirun", by_mpi, torch or mpi),
+        Test("PyTorch on Horovod, horovodrun --gloo", by_gloo, torch or gloo),
+        Test("PyTorch on torch.distributed, torchrun", _torchrun(), _why_not_torchrun(facts)),
+        Test(f"TensorFlow on Horovod, {start}", on_tensorflow, tensorflow or (mpi and gloo)),
     ]
 
 
 def gpu_tests(facts: Facts) -> list[Test]:
-    """The tests of `doctor --gpu`, for what a CPU cannot show."""
-    gpus = facts.said.get("torch", {}).get("gpus", [])
-    none = _why_not_torchrun(facts) or ("" if gpus else "PyTorch sees no GPU")
-    horovod = none or _why_not_on_horovod(facts, "torch") or _why_not_mpirun(facts)
+    """The tests of `doctor --gpu`: steps to the bit, and training with each transport."""
+    none = _why_not_torchrun(facts) or (
+        "" if facts.says("torch", "gpus") else "PyTorch sees no GPU"
+    )
+    horovod = _why_not(facts, "torch", "horovod.torch") or _why_not_horovod(facts, "mpirun")
     steps = [sys.executable, "-m", "scalecom_hvd.doctor.gpu_steps"]
-    tests = [Test("GPU: steps of simulated ranks", steps, none, ranks=1)]
-    faces = ("hook", "optimizer", "amp")
-    for backend, own in (("gloo", faces), ("nccl", (*faces, "overlap"))):
-        for face in own:
-            command = [*_torchrun(), face, "cuda", f"cpu:gloo,cuda:{backend}"]
-            tests.append(Test(f"GPU: {face}, torchrun, {backend}", command, none))
-    command = [*_mpirun(facts), *_rank("torch"), "horovod", "cuda"]
-    return [*tests, Test("GPU: PyTorch on Horovod, mpirun", command, horovod)]
+    on_horovod = [*_by("mpirun", facts), *_rank("torch"), "horovod", "cuda"]
+    return [
+        Test("GPU: steps of simulated ranks", steps, none, ranks=1),
+        *(
+            Test(f"GPU: torchrun, {backend}", _torchrun("cuda", f"cpu:gloo,cuda:{backend}"), none)
+            for backend in ("gloo", "nccl")
+        ),
+        Test("GPU: PyTorch on Horovod, mpirun", on_horovod, none or horovod),
+    ]
 
 
 def run(test: Test, limit: float) -> Result:
@@ -121,9 +97,9 @@ def _words_of(outcome: children.Outcome) -> list[str]:
     written = [line for line in outcome.output.splitlines() if line.strip()]
     earlier = written[:-SHOWN]
     first = next((i for i, line in enumerate(earlier) if ERROR.search(line)), len(earlier))
-    cause = earlier[first : first + 3]
-    ending = [] if outcome.why == outcome.last_line else [outcome.why]
-    return [*cause, *["..."] * bool(cause), *written[-SHOWN:], *ending]
+    cause = [*earlier[first : first + 3], "..."] if first < len(earlier) else []
+    ending = [] if written and outcome.why == written[-1].strip() else [outcome.why]
+    return [*cause, *written[-SHOWN:], *ending]
 
 
 def lines(result: Result) -> Iterator[str]:
@@ -137,51 +113,37 @@ def lines(result: Result) -> Iterator[str]:
         yield from (f"           {line}" for line in result.says.splitlines())
 
 
-def _torchrun() -> list[str]:
+def _torchrun(*device: str) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*torchrun, "--nproc-per-node", str(RANKS), *_rank("torch")[1:]]
+    return [*torchrun, "--nproc-per-node", str(RANKS), *_rank("torch")[1:], "hook", *device]
 
 
 def _rank(framework: str) -> list[str]:
     return [sys.executable, "-m", f"scalecom_hvd.doctor.{framework}_rank"]
 
 
-def _mpirun(facts: Facts) -> list[str]:
-    path = facts.programs["mpirun"].path if "mpirun" in facts.programs else "mpirun"
-    return [path, "--oversubscribe", "--bind-to", "none", "-np", str(RANKS)]
+def _by(launcher: str, facts: Facts) -> list[str]:
+    ranks = ["--oversubscribe", "--bind-to", "none", "-np", str(RANKS)]
+    if launcher == "horovodrun":
+        ranks = ["--gloo", "-np", str(RANKS), "-H", f"localhost:{RANKS}"]
+    return [facts.programs.get(launcher, launcher), *ranks]
 
 
-def _horovodrun(facts: Facts) -> list[str]:
-    path = facts.programs["horovodrun"].path if "horovodrun" in facts.programs else "horovodrun"
-    return [path, "--gloo", "-np", str(RANKS), "-H", f"localhost:{RANKS}"]
+def _why_not(facts: Facts, *parts: str) -> str:
+    """Why parts of probe.py cannot be used; empty: they can."""
+    for name in parts[-1].split(".")[::-1]:
+        if not facts.installed.get(name):
+            return f"{FRAMEWORKS.get(name, 'Horovod')} is not installed"
+    return next((f"{part} cannot be imported" for part in parts if not facts.works(part)), "")
 
 
-def _why_not_on_horovod(facts: Facts, framework: str) -> str:
-    if not facts.installed.get(framework):
-        return f"{NAMES[framework]} is not installed"
-    if facts.horovod is None:
-        return "Horovod is not installed"
-    for part in (framework, f"horovod.{framework}"):
-        if not facts.works(part):
-            return f"{part} cannot be imported"
-    return ""
-
-
-def _why_not_mpirun(facts: Facts) -> str:
-    if not facts.horovod_parts.get("mpi"):
-        return "Horovod was built without MPI"
-    return "" if "mpirun" in facts.programs else "there is no mpirun"
-
-
-def _why_not_horovodrun(facts: Facts) -> str:
-    if not facts.horovod_parts.get("gloo"):
-        return "Horovod was built without Gloo"
-    return "" if "horovodrun" in facts.programs else "there is no horovodrun"
+def _why_not_horovod(facts: Facts, launcher: str) -> str:
+    part = {"mpirun": "MPI", "horovodrun": "Gloo"}[launcher]
+    if not facts.horovod_parts.get(part.lower()):
+        return f"Horovod was built without {part}"
+    return "" if launcher in facts.programs else f"there is no {launcher}"
 
 
 def _why_not_torchrun(facts: Facts) -> str:
-    if not facts.installed.get("torch"):
-        return "PyTorch is not installed"
-    if not facts.works("torch"):
-        return "torch cannot be imported"
-    return "" if facts.said["torch"].get("gloo") else "PyTorch was built without Gloo"
+    built = facts.says("torch", "gloo")
+    return _why_not(facts, "torch") or ("" if built else "PyTorch was built without Gloo")

@@ -6,22 +6,23 @@ rank_check and tensorflow/.
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 import scalecom_hvd.tensorflow as hvd
 from scalecom_hvd.doctor.rank_check import (
     CONFIG,
+    KERNELS,
     LEARNING_RATE,
-    RANKS,
-    STEPS,
-    RankCheck,
+    Arrays,
+    check,
     check_size,
     inputs,
+    passed,
 )
-from scalecom_hvd.reference import Array
 from scalecom_hvd.tensorflow.kernels import kernel_for
 
-KERNELS = {"NativeKernel": "kernel in C", "GraphKernel": "plain TensorFlow's kernel"}
 SHAPES = {"first": (30, 40), "second": (40, 20)}
 
 
@@ -32,10 +33,11 @@ def loss_of(variables: list[tf.Variable], step: int, rank: int) -> tf.Tensor:
     return tf.reduce_mean(tf.square(hidden @ second))
 
 
-def gradients(variables: list[tf.Variable], step: int, rank: int) -> dict[str, Array]:
-    """The gradients of a rank's tape in a step."""
+def gradients(variables: list[tf.Variable], step: int, rank: int, **tape_of: Any) -> Arrays:
+    """The gradients of a rank's tape in a step. tape_of: arguments of a distributed tape."""
     with tf.GradientTape() as tape:
         loss = loss_of(variables, step, rank)
+    tape = hvd.DistributedGradientTape(tape, **tape_of) if tape_of else tape
     found = tape.gradient(loss, variables)
     return {name: grad.numpy() for name, grad in zip(SHAPES, found, strict=True)}
 
@@ -50,27 +52,16 @@ def main() -> None:
     ]
     hvd.broadcast_variables(variables, root_rank=0)
     compression = hvd.ScaleCom(config=CONFIG)
-    check = RankCheck(SHAPES)
-    for step in range(STEPS):
-        everyones = [gradients(variables, step, rank) for rank in range(RANKS)]
-        with tf.GradientTape() as tape:
-            loss = loss_of(variables, step, hvd.rank())
-        tape = hvd.DistributedGradientTape(tape, compression=compression)
-        averages = tape.gradient(loss, variables)
-        for variable, average in zip(variables, averages, strict=True):
+
+    def take_step(step: int) -> Arrays:
+        averages = gradients(variables, step, hvd.rank(), compression=compression)
+        for variable, average in zip(variables, averages.values(), strict=True):
             variable.assign_sub(LEARNING_RATE * average)
-        received = {name: g.numpy() for name, g in zip(SHAPES, averages, strict=True)}
-        check.step(everyones, received)
-    waiting = compression.state_dict()["residues"]
-    residues = {
-        name: hvd.allreduce(tf.constant(waiting[name]), name=f"doctor.{name}").numpy()
-        for name in SHAPES
-    }
-    flat = tf.concat([tf.reshape(variable, [-1]) for variable in variables], 0)
-    parameters = hvd.allgather(flat[None], name="doctor.parameters").numpy()
-    check.end(residues, list(parameters))
+        return averages
+
+    check(SHAPES, lambda step, rank: gradients(variables, step, rank), take_step)
     kernel = kernel_for("CPU", CONFIG.selection, same_width=True).__name__
-    check.passed(KERNELS.get(kernel, kernel))
+    passed(KERNELS.get(kernel, kernel))
     hvd.shutdown()
 
 

@@ -99,9 +99,8 @@ def profiled(step: Any) -> dict[str, float]:
 
     Also the share of that time in which the model's kernels ran, too.
     """
+    from gpu_overlap import overlap_of
     from torch.profiler import ProfilerActivity, profile
-
-    from scalecom_hvd.doctor.gpu_overlap import overlap_of
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         step()

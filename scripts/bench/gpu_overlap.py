@@ -1,6 +1,6 @@
 """Reads from a profile how the exchange's kernels on a GPU overlap with the model's.
 
-Used by torch_rank.py and scripts/bench/bench_gpu_steps.py. Imports nothing of this package.
+Used by bench_gpu_steps.py.
 """
 
 from __future__ import annotations
