@@ -39,19 +39,13 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.integers import BLOCK, levels_of, words_of
 
 METHODS = ["dense", "fp16", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead"]
-"""Methods that average gradients, as scripts/bench/bench.py measures them. As far as this model
-goes, a cyclic leader costs what staggered ones do.
+"""Methods that average gradients. As far as this model goes, a cyclic leader costs what staggered
+ones do.
 """
-
 LOCAL_METHODS = ["local SGD", "ScaleCom local"]
 """Methods that average the changes of H steps: whole, and compressed."""
-
 WHOLE_METHODS = ["dense", "fp16", "local SGD"]
 """Methods that send every element."""
-
-DERIVED = ["random-k", "LocalTopK"]
-"""Methods that were not measured across hosts; see `with_derived`."""
-
 NODES = "ScaleCom nodes"
 """Gradients are whole inside nodes and compressed between them. This is "ScaleCom staggered" with
 nodes as workers, and each rank of a node does its share of the work. Traffic inside a node is taken
@@ -196,55 +190,40 @@ def bytes_a_step(method: str, s: Setting) -> float:
     return sum(traffic(method, s)) / (s.local_steps if method in LOCAL_METHODS else 1)
 
 
-def broadcast_of_offsets(method: str, s: Setting, c: Constants) -> float:
-    """The time in ms that a step's broadcasts take if nothing hides them."""
-    shared = max(1.0, s.workers / c.cores)
-    hops = math.ceil(math.log2(s.workers))
-    return s.buckets * shared * (c.negotiation + hops * c.hop) + traffic(method, s)[1] * _per_byte(
-        method, s, c
-    )
-
-
 def predict(method: str, s: Setting, c: Constants) -> float:
     """A step's time in ms, on average.
 
     Args:
-        method: of METHODS, LOCAL_METHODS or DERIVED; the constants must have it.
+        method: the constants must have it.
         s: the setting.
         c: the constants.
     """
     if method == NODES:
         own = _processor("ScaleCom staggered", s, c) / s.per_node
-        return own + predict("ScaleCom staggered", s.of_nodes, _without_processor(c))
+        others = dataclasses.replace(c, step=dict.fromkeys(c.step, 0.0))
+        return own + predict("ScaleCom staggered", s.of_nodes, others)
     n, shared = s.workers, max(1.0, s.workers / c.cores)
+    # ms per byte: on the network, and of the processors that read, add and write it.
+    per_byte = 8e-6 / (s.gbit * c.reached) + 1e-6 * c.megabyte[method] * shared
     hops = (n - 1) if method in ("local top-k", "LocalTopK") else 2 * (n - 1)
-    values, _ = traffic(method, s)
-    exchange = s.buckets * shared * (c.negotiation + hops * c.hop)
-    exchange += values * _per_byte(method, s, c)
-    broadcast = broadcast_of_offsets(method, s, c) if method.startswith("ScaleCom") else 0.0
+    values, offsets = traffic(method, s)
+    exchange = s.buckets * shared * (c.negotiation + hops * c.hop) + values * per_byte
+    broadcast = 0.0
+    if method.startswith("ScaleCom"):
+        hops = math.ceil(math.log2(n))
+        broadcast = s.buckets * shared * (c.negotiation + hops * c.hop) + offsets * per_byte
     processor = _processor(method, s, c) * shared
     if method in LOCAL_METHODS:
         # A round's exchange begins when its last backward is over.
         return s.compute + (processor + exchange + broadcast) / s.local_steps
+    total = exchange + broadcast
     if method == "ScaleCom look-ahead":
         # The next step's offsets may travel until its buckets are ready. So they matter only if the
         # network is busy all the time.
-        tail, total = exchange / s.buckets, exchange + broadcast
-        hidden = s.compute * (1 - (1 - BACKWARD) / s.buckets)
+        tail, hidden = exchange / s.buckets, s.compute * (1 - (1 - BACKWARD) / s.buckets)
     else:
-        total = exchange + broadcast
         tail, hidden = total / s.buckets, s.compute * BACKWARD * (1 - 1 / s.buckets)
     return s.compute + processor + max(tail, total - hidden)
-
-
-def _without_processor(c: Constants) -> Constants:
-    return dataclasses.replace(c, step=dict.fromkeys(c.step, 0.0))
-
-
-def _per_byte(method: str, s: Setting, c: Constants) -> float:
-    """ms per byte: on the network, and of the processors that read, add and write it."""
-    shared = max(1.0, s.workers / c.cores)
-    return 8e-6 / (s.gbit * c.reached) + 1e-6 * c.megabyte[method] * shared
 
 
 def _processor(method: str, s: Setting, c: Constants) -> float:
@@ -269,18 +248,15 @@ def on_devices(c: Constants) -> Constants:
 
 
 def with_derived(c: Constants) -> Constants:
-    """The same constants, and those of DERIVED methods, from methods that work alike.
+    """The same constants, and those of methods that were not measured, from methods alike.
 
     random-k takes and scatters values as ScaleCom does. LocalTopK chooses by ScaleCom's kernel, on
     every worker, and its gathered bytes cost what those of local top-k cost.
     """
-    step, megabyte = c.step["ScaleCom staggered"], c.megabyte
-    return dataclasses.replace(
-        c,
-        step=c.step | dict.fromkeys(DERIVED, step),
-        megabyte=megabyte
-        | {"random-k": megabyte["ScaleCom staggered"], "LocalTopK": megabyte["local top-k"]},
-    )
+    step, a_megabyte = c.step["ScaleCom staggered"], c.megabyte["ScaleCom staggered"]
+    bytes_of = {"random-k": a_megabyte, "LocalTopK": c.megabyte["local top-k"]}
+    steps = c.step | dict.fromkeys(bytes_of, step)
+    return dataclasses.replace(c, step=steps, megabyte=c.megabyte | bytes_of)
 
 
 def where_the_gain_ends(method: str, s: Setting, c: Constants, least: float = 1.1) -> float:
