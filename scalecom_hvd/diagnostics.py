@@ -7,7 +7,7 @@ ScaleCom and for other methods. The numbers are computed on a sample of the mode
 steps.
 
 `Diagnostics` holds the settings, `draw` chooses the sample, `look` turns what was seen at the
-sample into numbers, and `Writer` writes them down. Everything is NumPy and knows no framework: the
+sample into numbers, and `Files` writes them down. Everything is NumPy and knows no framework: the
 frameworks bring the arrays. Imports only lanes.
 """
 
@@ -19,10 +19,10 @@ import logging
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,28 +32,9 @@ from scalecom_hvd.lanes import Lanes, Positions
 log = logging.getLogger("scalecom_hvd")
 
 FilePath = str | os.PathLike[str]
-Look = dict[str, float | int | None]
+Numbers = Mapping[str, float | int | None]
 Array = NDArray[np.floating]
 
-# What `look` gives, in the order of a CSV file's columns; "step" comes first there.
-NAMES = (
-    "residue_distance",
-    "accumulator_distance",
-    "distance_to_top_k",
-    "contraction",
-    "contraction_top_k",
-    "energy_sent",
-    "residue_norm_mean",
-    "residue_norm_min",
-    "residue_norm_max",
-    "residue_norm_ratio",
-    "union_density",
-    "sent_density",
-    "quantile_correlation",
-    "quantile_slope_max",
-    "sample_size",
-)
-COLUMNS = ("step", *NAMES)
 # How many pairs of workers have their sorted residues compared.
 QUANTILE_PAIRS = 8
 
@@ -68,7 +49,7 @@ class Diagnostics:
 
     Args:
         every: look at steps 0, every, 2 every, ..., except those that are sent whole.
-        csv: a file to which each look appends one row. The file's first line has the column names.
+        csv: a file to which each look appends one row, below the columns' names.
         tensorboard: a directory for TensorBoard. There the numbers are called scalecom/<name>.
         sample: about how many elements are looked at, spread over all compressed tensors. If there
             are no more than that, all are looked at. Every rank gathers two floats per element and
@@ -77,7 +58,7 @@ class Diagnostics:
     Raises:
         ImportError: TensorBoard is asked for, but not installed.
         TypeError: a setting has a type that cannot work.
-        ValueError: a setting has a value that cannot work, such as a file with other columns.
+        ValueError: a setting has a value that cannot work.
     """
 
     every: int = 50
@@ -86,35 +67,19 @@ class Diagnostics:
     sample: int = 65536
 
     def __post_init__(self) -> None:
-        self._check_number("every", "the number of steps from one measurement to the next")
-        self._check_number("sample", "the number of elements to sample")
-        for name in ("csv", "tensorboard"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, (str, os.PathLike)):
-                raise TypeError(f"diagnostics: {name} must be a path, not {value!r}")
-        if self.csv is not None:
-            _check_csv(Path(self.csv))
-        if self.tensorboard is not None:
-            check_tensorboard("diagnostics")
-
-    def _check_number(self, name: str, what: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(
-                f"diagnostics: {name} must be a whole number, not {value!r}. It is {what}"
-            )
-        if value < 1:
-            raise ValueError(f"diagnostics: {name} must be at least 1, not {value}. It is {what}")
+        for name, value in (("every", self.every), ("sample", self.sample)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"diagnostics: {name} must be a whole number, not {value!r}")
+            if value < 1:
+                raise ValueError(f"diagnostics: {name} must be at least 1, not {value}")
+        Files("diagnostics", self.csv, self.tensorboard)
 
     @classmethod
     def of(cls, value: Diagnostics | int | None) -> Diagnostics | None:
-        """The Diagnostics that a user asked for by `diagnostics=`.
-
-        Args:
-            value: None (no diagnostics), a number of steps (`every`), or Diagnostics.
+        """The Diagnostics that a user asked for by `diagnostics=`: a number of steps, or these.
 
         Raises:
-            TypeError: it is none of these.
+            TypeError: it is neither, nor None.
             ValueError: the number of steps cannot work.
         """
         if value is None or isinstance(value, cls):
@@ -152,25 +117,13 @@ class Piece:
     k: int
 
     def choose(self, accumulator: Array) -> NDArray[np.int64]:
-        """A worker's own choice in this piece.
-
-        Args:
-            accumulator: (S,).
-
-        Returns:
-            Indices (k,) in the piece: each lane's largest magnitude, first of equals; or the k
-            largest.
-        """
+        """A worker's own choice: indices (k,) in the piece, from its accumulator (S,)."""
         size = np.abs(accumulator)
         if self.lengths is None:
             return np.argpartition(size, size.size - self.k)[size.size - self.k :]
-        # Put lanes into rows of one table, padded with a number that is smaller than any magnitude.
-        starts = np.cumsum(self.lengths) - self.lengths
-        column = np.arange(self.lengths.max())
-        inside = column < self.lengths[:, None]
-        table = np.full(inside.shape, -1, size.dtype)
-        table[inside] = size
-        return starts + table.argmax(axis=1)
+        # Sorted by lanes and magnitudes, each lane begins with its largest, the first of equals.
+        order = np.lexsort((-size, np.repeat(np.arange(self.k), self.lengths)))
+        return order[np.cumsum(self.lengths) - self.lengths]
 
 
 def draw(geometries: Mapping[str, Lanes], sample: int) -> dict[str, Piece]:
@@ -186,8 +139,7 @@ def draw(geometries: Mapping[str, Lanes], sample: int) -> dict[str, Piece]:
     Returns:
         {name: piece}, in the order of names.
     """
-    numel = sum(geometry.numel for geometry in geometries.values())
-    share = min(sample / max(numel, 1), 1.0)
+    share = sample / max(sum(geometry.numel for geometry in geometries.values()), 1)
     return {
         name: _draw_from(geometries[name], share, zlib.crc32(name.encode()))
         for name in sorted(geometries)
@@ -219,19 +171,10 @@ def _draw_from(geometry: Lanes, share: float, seed: int) -> Piece:
 
 
 def share_sent(residue: Array, accumulator: Array, new_residue: Array, beta: float) -> float:
-    """The share of its accumulator that a worker sent: ||sent_i||^2 / ||acc_i||^2.
+    """The share of its accumulator that a worker sent: ||sent_i||^2 / ||acc_i||^2, or NaN.
 
     It is found from the new residue, new = (1 - beta) m + beta (acc - sent) (paper, equation 5), so
-    methods need not report it.
-
-    Args:
-        residue: m (S,), before the step.
-        accumulator: acc (S,).
-        new_residue: new (S,).
-        beta: that of the filter.
-
-    Returns:
-        The share; NaN if the accumulator was zero.
+    methods need not report it. All arrays are of the sample (S,).
     """
     m, acc, new = (np.asarray(array, np.float64) for array in (residue, accumulator, new_residue))
     sent = acc - (new - (1 - beta) * m) / beta
@@ -245,43 +188,12 @@ def look(
     average: Array,
     shares_sent: Array,
     pieces: Sequence[Piece],
-) -> Look:
-    """All numbers of one look.
+) -> dict[str, float | int | None]:
+    """All numbers of one look. docs/guide.md says what each of them means.
 
-    How alike workers are (section 2 of the paper calls this similarity of local memories; there it
-    goes to 0 during training):
-
-    residue_distance: the mean over pairs of workers of 1 - cos(m_i, m_j). 0: the same direction. 1:
-        nothing in common.
-    accumulator_distance: the same for acc_i and acc_j.
-    quantile_correlation: the correlation of two workers' sorted residues, which says how straight
-        their Q-Q plot is. 1: one distribution is the other one, scaled and moved. It is the mean
-        over neighbours (1, 2), (2, 3), ..., at most 8 pairs.
-    quantile_slope_max: among these pairs, the largest |sd(m_i) / sd(m_j) - 1|: how far the Q-Q
-        plot's slope is from 1.
-
-    How good the choice is. Here top-k is taken in every tensor, and k is how many elements of it
-    were sent (where s is not zero):
-
-    distance_to_top_k: d/k, the share of what was sent that is not in the true top-k of |y|. 0: the
-        perfect choice. 2d is the Hamming distance of the two choices. By it the paper's Lemma 1
-        bounds the contraction: d/k + (1 - d/k) gamma_0.
-    contraction: ||y - s||^2 / ||y||^2, the coefficient gamma of that lemma. 0: everything was sent.
-        1: nothing.
-    contraction_top_k: the same if the true top-k of y were sent, gamma_0. No choice of k elements
-        gets lower.
-
-    What was sent, and what is kept:
-
-    energy_sent: the mean over workers of ||sent_i||^2 / ||acc_i||^2.
-    residue_norm_mean, residue_norm_min, residue_norm_max: over workers, of ||m_i|| on the sample.
-    residue_norm_ratio: the mean of ||m_i|| divided by ||mean of g_i||: how many steps of gradients
-        the residues hold.
-    sent_density: the share of elements where s is not zero.
-    union_density: the share of elements that are in some worker's own choice (its lanes' winners,
-        or its top-k). Local top-k would have to send these: it is the build-up that section 1 of
-        the paper describes.
-    sample_size: S.
+    Top-k is taken in every tensor, and k is how many elements of it were sent (where s is not
+    zero). By distance_to_top_k, d/k, the paper's Lemma 1 bounds the contraction: d/k + (1 - d/k)
+    contraction_top_k. The union of workers' own choices is what local top-k would have to send.
 
     Args:
         residues: m_i (n, S) before the step.
@@ -294,36 +206,33 @@ def look(
         {name: number}. A number is None if it means nothing, as for pairs of workers if there is
         only one, or for directions of zeros.
     """
-    residues = np.asarray(residues, np.float64)
-    accumulators = np.asarray(accumulators, np.float64)
-    average = np.asarray(average, np.float64)
+    residues, accumulators, average = (
+        np.asarray(array, np.float64) for array in (residues, accumulators, average)
+    )
     y = accumulators.mean(axis=0)
-    sent = average != 0
-    chosen = np.zeros(y.size, bool)
-    missed = 0
-    top_energy = 0.0
-    for start, piece in _with_starts(pieces):
+    sent, chosen = average != 0, np.zeros(y.size, bool)
+    missed, top_energy, start = 0, 0.0, 0
+    for piece in pieces:
         of_piece = slice(start, start + piece.positions.size)
         for accumulator in accumulators[:, of_piece]:
             chosen[start + piece.choose(accumulator)] = True
         missed_here, top_here = _against_top_k(np.abs(y[of_piece]), sent[of_piece])
-        missed, top_energy = missed + missed_here, top_energy + top_here
-    energy = float(y @ y)
-    k = int(np.count_nonzero(sent))
+        missed, top_energy, start = missed + missed_here, top_energy + top_here, of_piece.stop
+    energy, k = float(y @ y), int(np.count_nonzero(sent))
     norms = np.linalg.norm(residues, axis=1)
-    gradient = float(np.linalg.norm(y - residues.mean(axis=0)))
+    known = shares_sent[~np.isnan(shares_sent)]
     correlation, slope = _quantile_plots(residues)
     return {
         "residue_distance": _mean_distance(residues),
         "accumulator_distance": _mean_distance(accumulators),
-        "distance_to_top_k": missed / k if k else None,
-        "contraction": float(np.sum((y - average) ** 2)) / energy if energy > 0 else None,
-        "contraction_top_k": max(1 - top_energy / energy, 0.0) if energy > 0 else None,
-        "energy_sent": _mean(shares_sent),
+        "distance_to_top_k": _ratio(missed, k),
+        "contraction": _ratio(np.sum((y - average) ** 2), energy),
+        "contraction_top_k": _ratio(max(energy - top_energy, 0.0), energy),
+        "energy_sent": _ratio(known.sum(), known.size),
         "residue_norm_mean": float(norms.mean()),
         "residue_norm_min": float(norms.min()),
         "residue_norm_max": float(norms.max()),
-        "residue_norm_ratio": float(norms.mean()) / gradient if gradient > 0 else None,
+        "residue_norm_ratio": _ratio(norms.mean(), np.linalg.norm(y - residues.mean(axis=0))),
         "union_density": np.count_nonzero(chosen) / y.size,
         "sent_density": k / y.size,
         "quantile_correlation": correlation,
@@ -332,11 +241,8 @@ def look(
     }
 
 
-def _with_starts(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
-    start = 0
-    for piece in pieces:
-        yield start, piece
-        start += piece.positions.size
+def _ratio(part: float | np.floating, whole: float | np.floating) -> float | None:
+    return float(part / whole) if whole > 0 else None
 
 
 def _against_top_k(size: Array, sent: NDArray[np.bool_]) -> tuple[int, float]:
@@ -349,8 +255,7 @@ def _against_top_k(size: Array, sent: NDArray[np.bool_]) -> tuple[int, float]:
         return 0, 0.0
     largest = np.partition(size, size.size - k)[size.size - k :]
     smallest = largest.min()
-    above = np.count_nonzero(sent & (size > smallest))
-    equal = np.count_nonzero(sent & (size == smallest))
+    above, equal = np.count_nonzero(size[sent] > smallest), np.count_nonzero(size[sent] == smallest)
     places_for_equals = np.count_nonzero(largest == smallest)
     return int(k - above - min(equal, places_for_equals)), float(largest @ largest)
 
@@ -379,156 +284,64 @@ def _quantile_plots(residues: Array) -> tuple[float | None, float | None]:
     return float(np.mean(correlations)), float(max(slopes))
 
 
-def _mean(values: Array) -> float | None:
-    values = np.asarray(values, np.float64)
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if known.size else None
+class Files:
+    """Where numbers are written: a CSV file, a directory of TensorBoard, both or none.
 
-
-# Writing them down.
-
-
-class Summary(Protocol):
-    """What this module needs of TensorBoard's SummaryWriter."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> None:
-        """Write one number."""
-        ...
-
-    def flush(self) -> None:
-        """Let others read what was written."""
-        ...
-
-
-class Board:
-    """TensorBoard's files in one directory, opened when there is something to write.
-
-    If writing fails, one warning is logged, and training goes on.
+    If writing to one of them fails, one warning is logged, and training goes on.
 
     Args:
-        directory: the files' directory.
-        open_tensorboard: makes a SummaryWriter from a directory and the first step written.
-    """
-
-    def __init__(
-        self, directory: FilePath, open_tensorboard: Callable[[str, int], Summary]
-    ) -> None:
-        self._directory: str | None = os.fspath(directory)
-        self._open = open_tensorboard
-        self._summary: Summary | None = None
-
-    def write(self, numbers: Mapping[str, float], step: int) -> None:
-        """Write all numbers of a step.
-
-        Args:
-            numbers: {name: number}; TensorBoard calls them scalecom/<name>.
-            step: its number.
-        """
-        if self._directory is None:
-            return
-        # Catch whatever goes wrong: the step counts, and the other ranks are about to go on.
-        try:
-            if self._summary is None:
-                self._summary = self._open(self._directory, step)
-            for name, number in numbers.items():
-                self._summary.add_scalar(f"scalecom/{name}", number, step)
-            self._summary.flush()
-        except Exception as error:
-            log.warning(
-                "TensorBoard's %s cannot be written, so nothing more is written to it: %s",
-                self._directory,
-                error,
-            )
-            self._directory = None
-
-
-def check_tensorboard(who: str) -> None:
-    """Raise ImportError unless TensorBoard is installed.
-
-    This looks for TensorBoard without importing it. If TensorFlow is installed too, an import takes
-    seconds, and only one rank needs it.
-
-    Args:
-        who: what asks for it.
-    """
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ImportError(
-            f"{who}: tensorboard=... needs TensorBoard, which is not installed. Run pip install "
-            "tensorboard"
-        )
-
-
-class Writer:
-    """Writes down every look of one rank.
-
-    If writing fails, one warning is logged, and training goes on.
-
-    Args:
-        diagnostics: says where to.
-        open_tensorboard: makes a SummaryWriter from a directory and the first step written.
-    """
-
-    def __init__(
-        self, diagnostics: Diagnostics, open_tensorboard: Callable[[str, int], Summary]
-    ) -> None:
-        self._csv = None if diagnostics.csv is None else Path(diagnostics.csv)
-        directory = diagnostics.tensorboard
-        self._board = None if directory is None else Board(directory, open_tensorboard)
-
-    def write(self, numbers: Look) -> None:
-        """Write one look down.
-
-        Args:
-            numbers: as `look` gives them, and "step".
-        """
-        known = {name: value for name, value in numbers.items() if value is not None}
-        listed = ", ".join(f"{name} {value:.4g}" for name, value in known.items())
-        log.info("diagnostics of %s", listed)
-        # Catch whatever goes wrong: the step counts, and the other ranks are about to go on.
-        try:
-            if self._csv is not None:
-                append_to_csv(self._csv, numbers)
-        except Exception as error:
-            log.warning(
-                "%s cannot be written, so no more diagnostics are written to it: %s",
-                self._csv,
-                error,
-            )
-            self._csv = None
-        if self._board is not None:
-            self._board.write({n: known[n] for n in NAMES if n in known}, int(known["step"]))
-
-
-def append_to_csv(path: Path, numbers: Look) -> None:
-    """Append one row. If the file is new, write the names above it.
-
-    Args:
-        path: the file.
-        numbers: {column: number}; a number that is None is left empty.
+        who: what asks for it, for errors.
+        table: the CSV file's path, or None.
+        tensorboard: the directory's path, or None.
 
     Raises:
-        OSError: the file cannot be written.
-        ValueError: it holds other columns.
+        ImportError: TensorBoard is asked for, but not installed.
     """
-    _check_csv(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerow(numbers)
 
+    def __init__(self, who: str, table: FilePath | None, tensorboard: FilePath | None) -> None:
+        self._board: Any = None
+        self._writes: dict[str, Callable[[str, Numbers, int], None]] = {}
+        if table is not None:
+            self._writes[os.fspath(table)] = self._write_row
+        if tensorboard is not None:
+            self._writes[os.fspath(tensorboard)] = self._write_scalars
+            # It is looked for without an import, which takes seconds if TensorFlow is installed.
+            if importlib.util.find_spec("tensorboard") is None:
+                raise ImportError(
+                    f"{who}: tensorboard=... needs TensorBoard, which is not installed. Run pip "
+                    "install tensorboard"
+                )
 
-def _check_csv(path: Path) -> None:
-    if path.is_dir():
-        raise ValueError(
-            f"diagnostics: {path} is a directory, but csv= must name a file to write rows to"
-        )
-    if path.exists() and path.stat().st_size > 0:
-        with path.open(newline="") as file:
-            found = next(csv.reader(file), [])
-        if found != list(COLUMNS):
-            raise ValueError(
-                f"diagnostics: the columns in {path} are not those of diagnostics. Give csv= "
-                "another path"
-            )
+    def write(self, numbers: Numbers, step: int) -> None:
+        """Write all numbers of a step. Those that are None are left out."""
+        for path, write in list(self._writes.items()):
+            # Catch whatever goes wrong: the step counts, and the other ranks are about to go on.
+            try:
+                write(path, numbers, step)
+            except Exception as error:
+                given_up = "%s cannot be written, so nothing more is written to it: %s"
+                log.warning(given_up, path, error)
+                del self._writes[path]
+
+    def _write_row(self, path: str, numbers: Numbers, step: int) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        row = {"step": step, **numbers}
+        with open(path, "a+", newline="") as file:
+            file.seek(0)
+            columns = next(csv.reader(file), None)
+            if columns not in (None, [*row]):
+                raise ValueError("its columns are not those of diagnostics. Give another path")
+            writer = csv.DictWriter(file, [*row])
+            if columns is None:
+                writer.writeheader()
+            writer.writerow(row)
+
+    def _write_scalars(self, path: str, numbers: Numbers, step: int) -> None:
+        if self._board is None:
+            from tensorboard.summary import Writer
+
+            self._board = Writer(path)
+        for name, number in numbers.items():
+            if number is not None:
+                self._board.add_scalar(f"scalecom/{name}", number, step)
+        self._board.flush()

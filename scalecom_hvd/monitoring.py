@@ -1,15 +1,15 @@
 """Shows what `stats()` says during training: in TensorBoard, the log, or a progress bar.
 
-Framework-free: each face says which rank this is, and how to open TensorBoard. Imports diagnostics.
+Framework-free: each face says which rank this is. Imports diagnostics.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from scalecom_hvd.diagnostics import Board, FilePath, Summary, check_tensorboard
+from scalecom_hvd.diagnostics import FilePath, Files
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -23,14 +23,6 @@ NAMES = (
     "local_steps_skipped",
     "leader",
 )
-
-
-class ScalarWriter(Protocol):
-    """What a user's own writer must have. PyTorch's SummaryWriter is such a writer."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> Any:
-        """Write one number."""
-        ...
 
 
 class Monitor:
@@ -65,9 +57,7 @@ class Monitor:
         ...     monitor.step()
     """
 
-    # Each face has its own.
-    _rank: Callable[[], int]
-    _open_tensorboard: Callable[[str, int], Summary]
+    _rank: Callable[[], int]  # each face has its own
 
     def __init__(
         self,
@@ -75,7 +65,7 @@ class Monitor:
         every: int = 50,
         *,
         tensorboard: FilePath | None = None,
-        writer: ScalarWriter | None = None,
+        writer: Any = None,
     ) -> None:
         self._source: Any = source
         if not hasattr(source, "stats"):
@@ -89,11 +79,9 @@ class Monitor:
             raise ValueError(
                 f"monitor: every must be at least 1, not {every}. It is a number of steps"
             )
-        if tensorboard is not None:
-            check_tensorboard("monitor")
         self.line = ""
         self._every, self._calls, self._writer = every, 0, writer
-        self._board = None if tensorboard is None else Board(tensorboard, self._open_tensorboard)
+        self._files = Files("monitor", None, tensorboard)
 
     def step(self) -> None:
         """Count a step. Call it after every step; not all ranks have to."""
@@ -111,16 +99,11 @@ class Monitor:
         if self._writer is not None:
             for name, number in numbers.items():
                 self._writer.add_scalar(f"scalecom/{name}", number, step)
-        if self._board is not None:
-            self._board.write(numbers, step)
+        self._files.write(numbers, step)
 
 
 def line_of(numbers: Mapping[str, float]) -> str:
-    """Numbers of stats() as a short text.
-
-    Args:
-        numbers: {name: number}, of NAMES.
-    """
+    """Numbers of stats() as a short text."""
     said = []
     if "bytes_traffic" in numbers:
         said += [f"{numbers['bytes_traffic'] / 1e6:.3g} MB", f"rate {numbers['rate']:.3g}"]

@@ -9,36 +9,29 @@ Nothing here changes a bucket. Imports bucket_step and the rooms below.
 
 from __future__ import annotations
 
-import weakref
+import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from scalecom_hvd.diagnostics import Diagnostics, Look, Piece, Writer, draw, look, share_sent
+from scalecom_hvd.diagnostics import Diagnostics, Files, Numbers, Piece, draw, look, share_sent
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.kernels import usable
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+log = logging.getLogger("scalecom_hvd")
 
 
 class Before(NamedTuple):
-    """One tensor's sample before the step.
+    """One tensor's sample before the step."""
 
-    Attributes:
-        residue, accumulator: (size of the sample,), in the residue's units.
-        scale: 1 / loss scale.
-        frozen: whether the tensor sends nothing. It then shows as zeros.
-    """
-
-    residue: torch.Tensor
-    accumulator: torch.Tensor
-    scale: float
-    frozen: bool
+    residue: torch.Tensor  # (size of the sample,)
+    accumulator: torch.Tensor  # in the residue's units
+    scale: float  # 1 / loss scale
+    frozen: bool  # whether the tensor sends nothing; it then shows as zeros
 
 
 class Sampler:
@@ -55,9 +48,9 @@ class Sampler:
 
     def __init__(self, diagnostics: Diagnostics) -> None:
         self.settings = diagnostics.settings
-        self.last: Look | None = None
+        self.last: Numbers | None = None
         self._every, self._sample = diagnostics.every, diagnostics.sample
-        self._writer = Writer(diagnostics, open_tensorboard)
+        self._files = Files("diagnostics", diagnostics.csv, diagnostics.tensorboard)
         self._before: dict[str, Before] = {}
         # {name: (m, acc, average, m afterwards)} of the step's parts so far.
         self._columns: dict[str, tuple[torch.Tensor, ...]] = {}
@@ -122,30 +115,11 @@ class Sampler:
         share = share_sent(m.numpy(), acc.numpy(), new.numpy(), self._beta)
         mine = torch.cat([m, acc, m.new_tensor([share])])
         everyone = collectives.gather(mine[None], name).wait()
-        pieces = list(self._pieces.values())
-        self.last = {"step": step} | _numbers(everyone, average.numpy(), pieces)
-        if collectives.position == 0:
-            self._writer.write(self.last)
-
-
-# The last gathered tensor, and its numbers. Simulated ranks all get the very same tensor, so the
-# numbers are computed once.
-_known: tuple[weakref.ref[torch.Tensor], Look] | None = None
-
-
-def _numbers(everyone: torch.Tensor, average: np.ndarray, pieces: Sequence[Piece]) -> Look:
-    global _known
-    known = _known
-    if known is None or known[0]() is not everyone:
-        ends = [average.size, 2 * average.size]
+        ends = [average.numel(), 2 * average.numel()]
         residues, accumulators, shares = np.split(everyone.numpy(), ends, axis=1)
-        numbers = look(residues, accumulators, average, shares[:, 0], pieces)
-        known = _known = weakref.ref(everyone), numbers
-    return dict(known[1])
-
-
-def open_tensorboard(directory: str, step: int) -> SummaryWriter:
-    """TensorBoard's writer. What an earlier run wrote from `step` on is no longer shown."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(directory, purge_step=step)
+        pieces = list(self._pieces.values())
+        numbers = look(residues, accumulators, average.numpy(), shares[:, 0], pieces)
+        self.last = {"step": step} | numbers
+        if collectives.position == 0:
+            log.info("diagnostics of step %d: %s", step, numbers)
+            self._files.write(numbers, step)

@@ -1,4 +1,4 @@
-"""Monitor for Horovod's ranks, with TensorFlow's summaries, and a Keras callback for it."""
+"""Monitor for Horovod's ranks, and a Keras callback for it."""
 
 from __future__ import annotations
 
@@ -8,32 +8,12 @@ import horovod.tensorflow as horovod
 import tensorflow as tf
 
 from scalecom_hvd import monitoring
-from scalecom_hvd.diagnostics import Summary
-
-
-class _Scalars:
-    """TensorFlow's summaries under PyTorch's method names."""
-
-    def __init__(self, directory: str) -> None:
-        self._file = tf.summary.create_file_writer(directory)
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        with self._file.as_default():
-            tf.summary.scalar(tag, scalar_value, step=global_step)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-def _open_tensorboard(directory: str, step: int) -> Summary:
-    return _Scalars(directory)
 
 
 class Monitor(monitoring.Monitor):  # noqa: D101 (it is that one's)
     __doc__ = monitoring.Monitor.__doc__
 
     _rank = staticmethod(horovod.rank)
-    _open_tensorboard = staticmethod(_open_tensorboard)
 
 
 class MonitorCallback(tf.keras.callbacks.Callback):
