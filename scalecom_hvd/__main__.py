@@ -30,19 +30,10 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | plan")
+    examines = "show what is installed, whether it works, and how to fix what does not"
+    predicts = "estimate the time of a step of your model on your network with each method"
     parsers = {}
-    for name, module, purpose in (
-        (
-            "doctor",
-            doctor,
-            "show what is installed, whether it works, and how to fix what does not",
-        ),
-        (
-            "plan",
-            plan,
-            "estimate the time of a step of your model on your network with each method",
-        ),
-    ):
+    for name, module, purpose in (("doctor", doctor, examines), ("plan", plan, predicts)):
         parsers[name] = commands.add_parser(name, help=purpose, description=f"{name}: {purpose}.")
         module.add_arguments(parsers[name])
     arguments = parser.parse_args(_joined(sys.argv[1:] if words is None else words))

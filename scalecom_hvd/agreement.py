@@ -98,18 +98,10 @@ def is_elastic() -> bool:
 
 
 def check_arguments(optimizer: object, has: str, framework: str, compression: object) -> None:
-    """Check the arguments of a DistributedOptimizer, on one rank as on many.
+    """Raise TypeError for wrong arguments of a DistributedOptimizer, on one rank as on many.
 
     Horovod notices wrong ones when it sends the first gradient, which a single process never does.
-
-    Args:
-        optimizer: the one to wrap.
-        has: an attribute of the framework's optimizers.
-        framework: its name.
-        compression: a method, or one of Horovod's compressors.
-
-    Raises:
-        TypeError: an argument is something else.
+    has: an attribute of the framework's optimizers.
     """
     if not hasattr(optimizer, has):
         kind = type(optimizer)
@@ -131,15 +123,9 @@ def check_compression(compression: object) -> None:
 
 
 def check_operation(op: object, predivide: float, horovod: ModuleType) -> None:
-    """Check that ScaleCom can do what an optimizer is asked to do.
+    """Raise ValueError unless ScaleCom can do what an optimizer is asked to do.
 
-    Args:
-        op: Horovod's Average, Sum or Adasum.
-        predivide: gradient_predivide_factor.
-        horovod: Horovod's module for the framework.
-
-    Raises:
-        ValueError: it cannot.
+    op, predivide: Horovod's Average, Sum or Adasum, and gradient_predivide_factor.
     """
     if op == horovod.Adasum:
         raise ValueError(
@@ -171,16 +157,7 @@ def describe(
     settings: Mapping[str, Any],
     tensors: Mapping[str, Sequence[Any]],
 ) -> dict[str, Any]:
-    """What every rank must have in common with all others.
-
-    Args:
-        config: the ScaleComConfig as a dict.
-        settings: what else must be the same.
-        tensors: {name: shape, dtype, rate, ...}.
-
-    Returns:
-        {topic: what to compare}, as JSON values.
-    """
+    """What every rank must have in common with all others: {topic: what to compare}, for JSON."""
     return {
         "version": __version__,
         # The first difference is told, so the method comes before what follows from it.
@@ -210,11 +187,7 @@ def agree(everyone: Sequence[Mapping[str, Any]], topics: Sequence[str], names: N
 
 
 def latest_step(steps: Sequence[int]) -> int:
-    """The step at which all ranks go on: the latest. Logs a warning if ranks' steps differ.
-
-    Args:
-        steps: the step of each rank.
-    """
+    """The step at which all ranks go on: the latest. Logs a warning if ranks' steps differ."""
     if len(set(steps)) > 1:
         log.warning(
             "ranks come from different steps %s: going on at step %d. New ranks start with zero "
@@ -227,15 +200,7 @@ def latest_step(steps: Sequence[int]) -> int:
 
 
 def compare_ranks(per_rank: Sequence[Mapping[str, Any]], topics: Sequence[str]) -> None:
-    """Check that ranks' descriptions are equal in some topics.
-
-    Args:
-        per_rank: every rank's description.
-        topics: the keys to compare.
-
-    Raises:
-        RuntimeError: they are not; the error names the first difference to rank 0.
-    """
+    """Raise RuntimeError, with the first difference to rank 0, unless some topics are equal."""
     for topic in topics:
         first = per_rank[0][topic]
         for rank, description in enumerate(per_rank):
@@ -249,14 +214,9 @@ def compare_ranks(per_rank: Sequence[Mapping[str, Any]], topics: Sequence[str]) 
 
 
 def check_residues_of(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Check that no two ranks have loaded the residues of the same rank.
+    """Raise RuntimeError if two ranks have loaded the residues of the same rank.
 
-    Args:
-        everyone: every rank's description, in which "residues_of" is the rank whose residues it
-            has loaded, or None.
-
-    Raises:
-        RuntimeError: two have. All ranks raise alike.
+    "residues_of" in a rank's description is the rank whose residues it has loaded, or None.
     """
     taken: dict[int, int] = {}
     for rank, other in enumerate(everyone):

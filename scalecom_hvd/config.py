@@ -210,16 +210,14 @@ class ScaleComConfig:
                     f"{name} must be at least 1 and finite, not {rate}. It is the number of "
                     "elements of which one is sent (1: all are sent)"
                 )
-        if self.nu is not None and not 0 < self.nu <= 1:
-            raise ValueError(
-                f"nu must be in (0, 1], not {self.nu}. It is the momentum's share of a step; 1 "
-                "leaves the optimizer as it is"
-            )
-        if self.beta is not None and not 0 < self.beta <= 1:
-            raise ValueError(
-                f"beta must be in (0, 1], not {self.beta}. 1 is classic error feedback; a lower "
-                "beta is more stable"
-            )
+        shares = {
+            "nu": "It is the momentum's share of a step; 1 leaves the optimizer as it is",
+            "beta": "1 is classic error feedback; a lower beta is more stable",
+        }
+        for name, meaning in shares.items():
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{name} must be in (0, 1], not {value}. {meaning}")
         least = {"min_numel": 0, "warmup_steps": 0, "bucket_bytes": 1, "total_steps": 1}
         for name, minimum in least.items():
             value = getattr(self, name)

@@ -30,19 +30,8 @@ def explained(error: ModuleNotFoundError, face: str) -> ModuleNotFoundError:
 
 
 TORCHS_ALONE = (
-    "BinMeans",
-    "ECQSGD",
-    "QSGD",
-    "Diagnostics",
-    "GTopK",
-    "GlobalTopK",
-    "LocalTopK",
-    "Method",
-    "RandomK",
-    "Sign",
-    "diloco",
-    "rates_from_flops",
-    "sparseloco",
+    *("BinMeans", "ECQSGD", "QSGD", "Diagnostics", "GTopK", "GlobalTopK", "LocalTopK"),
+    *("Method", "RandomK", "Sign", "diloco", "rates_from_flops", "sparseloco"),
 )
 
 

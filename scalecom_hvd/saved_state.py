@@ -1,7 +1,8 @@
 """What a rank's saved state is, and whether it fits.
 
-Every framework's load_state_dict makes these checks before it changes anything. Framework-free.
-Imports config and lanes only.
+Every framework's load_state_dict makes these checks before it changes anything. `state` is what
+state_dict() gave. Each check raises ValueError, which names what is wrong and what to do.
+Framework-free. Imports config and lanes only.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ Saved = Mapping[str, Any]
 """What a state_dict() gives."""
 
 STATE_VERSION = 2
+WITHOUT = "go on without loading the state (the residues start at zero)"
 # Settings that may differ between a checkpoint and the run that loads it: residues mean the same.
 _WARMUP = ("warmup_steps", "warmup_rate")
 # Settings of earlier releases, which do not matter either.
@@ -34,20 +36,14 @@ def check_state(
 ) -> None:
     """Check that this is a state of one method, and of these settings.
 
-    Args:
-        state: what state_dict() gave.
-        config: the config of the run that loads it.
-        settings: the other settings of its method, including the method's name.
-
-    Raises:
-        ValueError: it is not; the error names what is wrong.
+    config, settings: of the run that loads it. `settings` include the method's name.
     """
     missing = {"version", "step", "config", "residues", "settings"} - set(state)
     if state.get("version", STATE_VERSION) != STATE_VERSION:
         raise ValueError(
             f"this ScaleCom state has version {state['version']}, but this release reads only "
             f"version {STATE_VERSION}. Load it with the release that saved it (version 1: 0.2.0), "
-            "or go on without loading the state (the residues start at zero)"
+            f"or {WITHOUT}"
         )
     if missing:
         raise ValueError(
@@ -61,7 +57,7 @@ def check_state(
         raise ValueError(
             "the residues were made by another method, or with other settings of the method: "
             f"{_listed(others, theirs, settings)}. Give the method and settings of the state, or "
-            "go on without loading the state (the residues start at zero)"
+            f"{WITHOUT}"
         )
     mine, saved = config.to_dict(), state["config"]
     free = {*_FREE_SETTINGS, *(_FREE_FOR_SCALECOM if settings == {"method": "ScaleCom"} else ())}
@@ -70,18 +66,12 @@ def check_state(
     if different:
         raise ValueError(
             f"the residues were made with other settings: {_listed(different, saved, mine)}. Give "
-            "the settings of the state, or, to change settings, go on without loading the state "
-            "(the residues start at zero)"
+            f"the settings of the state, or, to change settings, {WITHOUT}"
         )
 
 
 def without_choice(state: Saved, config: ScaleComConfig) -> dict[str, Any]:
-    """The state. If this run's warm-up differs, lanes may too: look-ahead's choice is left out.
-
-    Args:
-        state: what state_dict() gave.
-        config: that of the run that loads it.
-    """
+    """The state. If this run's warm-up differs, lanes may too: look-ahead's choice is left out."""
     mine, saved = config.to_dict(), state["config"]
     if all(mine[name] == saved.get(name, mine[name]) for name in _WARMUP):
         return dict(state)
@@ -95,12 +85,7 @@ def without_choice(state: Saved, config: ScaleComConfig) -> dict[str, Any]:
 def check_shard(state: Mapping[str, Any], shard: tuple[int, int]) -> None:
     """Check that the residues are of the part of each tensor that this rank holds.
 
-    Args:
-        state: what state_dict() gave.
-        shard: the number of this part, and how many parts there are; (0, 1) for whole tensors.
-
-    Raises:
-        ValueError: they are of another part.
+    shard: the number of this part, and how many parts there are; (0, 1) for whole tensors.
     """
     saved = tuple(state.get("shard", (0, 1)))
     if saved != shard and state["residues"]:
@@ -113,15 +98,7 @@ def check_shard(state: Mapping[str, Any], shard: tuple[int, int]) -> None:
 
 
 def check_local_steps(state: Mapping[str, Any], *, local: bool) -> None:
-    """Check that a state fits `local`: changes of parameters are not gradients.
-
-    Args:
-        state: what state_dict() gave.
-        local: whether the optimizer that loads it takes local steps.
-
-    Raises:
-        ValueError: the state was made the other way.
-    """
+    """Check that a state is one of local steps, or not: changes of parameters are not gradients."""
     if local != ("local_steps" in state):
         made, now = "gradients", "changes of parameters (local_steps)"
         do = "leave local_steps out"
@@ -134,15 +111,7 @@ def check_local_steps(state: Mapping[str, Any], *, local: bool) -> None:
 
 
 def check_rounds(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that a saved state of local steps belongs to these parameters.
-
-    Args:
-        state: what LocalSteps saved; tensors have a `shape`.
-        shapes: {name: shape} of all parameters.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Check that a state that LocalSteps saved belongs to these parameters, {name: shape}."""
     if ("common" in state) != ("local" in state):
         raise ValueError(
             "the state's local steps follow another kind of schedule: give the same local_steps, "
@@ -157,35 +126,22 @@ def check_rounds(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 
 
 def check_finite(finite: Mapping[str, bool]) -> None:
-    """Check that all elements of each residue are finite.
-
-    Args:
-        finite: {name: whether they are}.
-
-    Raises:
-        ValueError: some are not; the error names the residues.
-    """
+    """Check that all elements of each residue are finite, from {name: whether they are}."""
     spoilt = sorted(name for name, is_finite in finite.items() if not is_finite)
     if spoilt:
         more = ", ..." if len(spoilt) > 5 else ""
         raise ValueError(
             f"the state's residues of {', '.join(spoilt[:5])}{more} are not finite, so every "
-            "further step would be skipped. Load the state of an earlier step, or go on without "
-            "loading a state (the residues start at zero)"
+            f"further step would be skipped. Load the state of an earlier step, or {WITHOUT}"
         )
 
 
 def norms_of(state: Mapping[str, Any]) -> list[list[float]]:
     """The norms of the last three looks in a saved state, as training_warnings.Health keeps them.
 
-    Args:
-        state: what state_dict() gave. If its norms were deleted, it has none.
-
     Returns:
-        Norms of what waited, and of gradients (2, 3); zeros where there were none.
-
-    Raises:
-        ValueError: they are damaged.
+        Norms of what waited, and of gradients (2, 3); zeros where there were none, or if a user
+        deleted them.
     """
     norms = np.asarray(state.get("norms", np.zeros((2, 3))), np.float64)
     if norms.shape != (2, 3) or not np.isfinite(norms).all():
@@ -199,15 +155,7 @@ def norms_of(state: Mapping[str, Any]) -> list[list[float]]:
 def check_residues(
     saved: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Check that saved residues are those of the model's compressed tensors.
-
-    Args:
-        saved: {name: shape} in the state.
-        expected: {name: shape} in the model.
-
-    Raises:
-        ValueError: they are not; the error names what differs.
-    """
+    """Check that saved residues, {name: shape}, are those of the model's compressed tensors."""
     complaints = [
         f"{name} is not in this model (or is sent uncompressed)"
         for name in saved.keys() - expected.keys()
@@ -233,9 +181,6 @@ def check_offsets(offsets: Mapping[str, NDArray[Any]], lanes: Mapping[str, Lanes
     Args:
         offsets: {name: offsets (k,) of the lanes' dtype, or their bytes as uint8}.
         lanes: {name: geometry} of all compressed tensors.
-
-    Raises:
-        ValueError: they are not, or some lie outside; the error names the tensor.
     """
     for name, given in offsets.items():
         own = lanes.get(name)
@@ -251,20 +196,14 @@ def check_offsets(offsets: Mapping[str, NDArray[Any]], lanes: Mapping[str, Lanes
         if not own.fit(given.view(own.offset_dtype)):
             raise ValueError(
                 f"look-ahead's offsets of {name} are damaged: they lie outside of their lanes. "
-                "Load the state of another step, or go on without loading a state (residues start "
-                "at zero)"
+                f"Load the state of another step, or {WITHOUT}"
             )
 
 
 def check_scales(scales: Mapping[str, NDArray[Any]], blocks: Mapping[str, int]) -> None:
-    """Check that the scales that come with look-ahead's offsets are of these tensors.
+    """Check that the scales (blocks,) that come with look-ahead's offsets are of these tensors.
 
-    Args:
-        scales: {name: scales (blocks,)}.
-        blocks: {name: how many blocks of values a compressed tensor has}.
-
-    Raises:
-        ValueError: they are not, or are no scales; the error names the tensor.
+    blocks: {name: how many blocks of values a compressed tensor has}.
     """
     for name, given in scales.items():
         if given.shape != (blocks.get(name),) or not (np.isfinite(given) & (given >= 0)).all():

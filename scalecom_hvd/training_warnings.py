@@ -49,10 +49,6 @@ def growth_limit(rates: Iterable[float], config: ScaleComConfig) -> float:
     change, every coordinate of a lane waits for its turn of `rate` steps, and residues stay at rate
     / sqrt(3). So beyond a quarter of the rate, and twice its root, what arrives is mostly old.
     Without flush, a turn sends beta of what waits, and 1 / beta times as much waits.
-
-    Args:
-        rates: of all tensors.
-        config: the settings.
     """
     rate = max(rates, default=1.0)
     return max(rate / 4, 2 * math.sqrt(rate)) / (1 if config.flush else config.resolved().beta)
@@ -84,10 +80,6 @@ def check_share_whole(rates: Mapping[str, float], numels: Mapping[str, int]) -> 
     """Log one warning if tensors that are sent whole take most of the compression away.
 
     Small models get no warning, nor do models in which nothing is compressed.
-
-    Args:
-        rates: {name: rate}; 1 means sent whole.
-        numels: {name: elements} of all tensors.
     """
     total = sum(numels.values())
     whole = {name: numel for name, numel in numels.items() if rates[name] <= 1}
@@ -110,11 +102,6 @@ def check_output_layer(
 
     This happens if the output layer shares the embedding's weight, which is listed first. An
     embedding has more rows than columns, and a hidden layer's sizes are multiples of the columns.
-
-    Args:
-        config: the settings.
-        rates: {name: rate}; 1 means sent whole.
-        shapes: {name: shape} of all tensors, in the model's order.
     """
     weights = [name for name, shape in shapes.items() if len(shape) >= 2]
     named = "auto:output" in (*config.dense, *(config.rates or ()))
@@ -135,13 +122,7 @@ def check_output_layer(
 
 
 def check_length(total: int | None, warmup: int, rates: Iterable[float]) -> None:
-    """Log one warning if a run is too short for its rates, with what to change.
-
-    Args:
-        total: how many exchanges the run will have; None: unknown.
-        warmup: how many of the first exchanges are the warm-up.
-        rates: of all tensors.
-    """
+    """Log one warning if a run is too short for its rates, with what to change."""
     rate = max(rates, default=1.0)
     if total is None or rate <= 1:
         return
@@ -163,8 +144,7 @@ def check_length(total: int | None, warmup: int, rates: Iterable[float]) -> None
 def check_look_ahead(config: ScaleComConfig) -> None:
     """Log one warning if look-ahead comes with a beta that breaks training without batch norm.
 
-    Args:
-        config: resolved settings. nu None: the optimizer's momentum is made quasi-hyperbolic.
+    If nu is None in resolved settings, the optimizer's momentum is made quasi-hyperbolic.
     """
     if config.lookahead and config.beta > LOOK_AHEAD_BETA and config.nu == 1:
         log.warning(
@@ -185,9 +165,6 @@ def keep_growing(residues: Sequence[Any], gradients: Sequence[Any], limit: float
         residues: the norms at the last three looks, the latest last; 0 if there was no look.
         gradients: those of the gradients at the same steps.
         limit: |waiting| / |g|.
-
-    Returns:
-        A bool, or a tensor of one if the norms are tensors.
     """
     earliest, earlier, now = residues
     rising = (earliest > 0) & (earlier > GROWTH * earliest) & (now > GROWTH * earlier)
@@ -199,11 +176,8 @@ def keep_growing(residues: Sequence[Any], gradients: Sequence[Any], limit: float
 def ratio_of(norms: ArrayLike) -> float | None:
     """|waiting| at the last look, divided by the largest |g| of the last three looks.
 
-    Args:
-        norms: of what waited at these looks, and of gradients (2, 3).
-
-    Returns:
-        The ratio; None before the first look, and if all gradients were zero.
+    norms: of what waited at these looks, and of gradients (2, 3). The ratio is None before the
+    first look, and if all gradients were zero.
     """
     waiting, gradients = np.asarray(norms)
     return float(waiting[-1] / max(gradients)) if max(gradients) > 0 else None
@@ -214,12 +188,11 @@ class Health:
 
     Attributes:
         norms: of what waited at the last three looks, and of gradients; 0 if there was no look.
+            They are saved with residues. With only one look, a batch that the model fits, with tiny
+            gradients, would be taken for residues that grew.
     """
 
     def __init__(self) -> None:
-        # The last three norms of residues, and of gradients. They are saved with residues. With
-        # only one look, a batch that the model fits, with tiny gradients, would be taken for
-        # residues that grew.
         self.norms = [[0.0] * 3, [0.0] * 3]
         self._warned = False
         self._skips = 0

@@ -13,18 +13,14 @@ from scalecom_hvd import ScaleComConfig
     ("fields", "error", "message"),
     [
         ({"rate": 0.5}, ValueError, "rate must be at least 1"),
-        ({"rate": float("inf")}, ValueError, "rate must be at least 1"),
         ({"rate": float("nan")}, ValueError, "rate must be at least 1"),
         ({"rate": "100"}, TypeError, "rate must be a number"),
         ({"rate": True}, TypeError, "rate must be a number"),
         ({"rates": {"conv*": 0}}, ValueError, r"rates\['conv\*'\] must be at least 1"),
         ({"rates": ["conv*"]}, TypeError, "rates must map"),
         ({"min_numel": float("inf")}, TypeError, "min_numel must be a whole number"),
-        ({"warmup_steps": float("nan")}, TypeError, "warmup_steps must be a whole number"),
         ({"beta": 0}, ValueError, r"beta must be in \(0, 1\]"),
-        ({"beta": 1.5}, ValueError, r"beta must be in \(0, 1\]"),
         ({"nu": 0}, ValueError, r"nu must be in \(0, 1\].*1 leaves the optimizer as it is"),
-        ({"nu": 1.1}, ValueError, r"nu must be in \(0, 1\], not 1.1"),
         ({"min_numel": -1}, ValueError, "min_numel must be at least 0"),
         ({"warmup_steps": 1.5}, TypeError, "warmup_steps must be a whole number"),
         ({"warmup_steps": -1}, ValueError, "warmup_steps must be at least 0"),
@@ -34,7 +30,6 @@ from scalecom_hvd import ScaleComConfig
         ({"residue_dtype": "float16"}, ValueError, "residue_dtype must be one of"),
         ({"lookahead": 1}, TypeError, "lookahead must be True or False"),
         ({"dense": "head.*"}, TypeError, r"such as \['head.\*'\]"),
-        ({"dense": ["head.*", 3]}, TypeError, "dense must be a list of globs"),
         ({"dense": 3}, TypeError, "dense must be a list of globs"),
         ({"warmup_rate": None}, TypeError, "warmup_rate must be a number, not None"),
         ({"rate": 3 + 0j}, TypeError, "rate must be a number"),
@@ -42,18 +37,13 @@ from scalecom_hvd import ScaleComConfig
         ({"flush": 1}, TypeError, "flush must be True or False, not 1"),
         ({"beta": "small"}, TypeError, "beta must be a number, not 'small'"),
         ({"rates": {"conv*": "fast"}}, TypeError, r"rates\['conv\*'\] must be a number"),
-        ({"rates": {"conv*": float("inf")}}, ValueError, r"rates\['conv\*'\] must be at least 1"),
         ({"min_numel": False}, TypeError, "min_numel must be a whole number"),
         ({"bucket_bytes": "25M"}, TypeError, "bucket_bytes must be a whole number, not '25M'"),
-        ({"selection": ["lanes"]}, ValueError, "selection must be one of"),
-        ({"leader": None}, ValueError, "leader must be one of 'cyclic', 'staggered', not None"),
-        ({"lookahead": None}, TypeError, "lookahead must be True or False"),
         (
             {"dense": ["auto:first"]},
             ValueError,
             r"dense accepts 'auto:output', but not 'auto:first': name .*such as 'conv1\.\*'",
         ),
-        ({"rates": {"auto:first": 2}}, ValueError, "rates accepts 'auto:output', but not"),
         (
             {"rates": {"auto:output": 8}, "dense": ["auto:output"]},
             ValueError,
@@ -95,50 +85,18 @@ def test_environment_overrides_file_overrides_defaults(tmp_path, monkeypatch):
     assert ScaleComConfig.from_env().dense == ("*.bias", "head.*")
     monkeypatch.setenv("SCALECOM_DENSE", "['a,b', 'c']")
     assert ScaleComConfig.from_env().dense == ("a,b", "c")
-
-
-def test_wrong_environment_and_files(tmp_path, monkeypatch):
-    path = tmp_path / "scalecom.yaml"
-    path.write_text("raet: 50\n")
-    with pytest.raises(ValueError, match="sets raet; did you mean rate"):
-        ScaleComConfig.from_file(path)
-    path.write_text("just words")
-    with pytest.raises(TypeError, match="'name: value' lines"):
-        ScaleComConfig.from_file(path)
-    path.write_text("a: [")
-    with pytest.raises(ValueError, match="is not YAML"):
-        ScaleComConfig.from_file(path)
     monkeypatch.setenv("SCALECOM_RATES", "{'a': 3}")
     monkeypatch.setenv("SCALECOM_KERNEL", "torch")  # no result depends on it
     assert ScaleComConfig.from_env().rates == {"a": 3}
-    monkeypatch.setenv("SCALECOM_BETTA", "0.3")
-    with pytest.raises(
-        ValueError, match="the environment sets SCALECOM_BETTA; did you mean SCALECOM_BETA"
-    ):
-        ScaleComConfig.from_env()
 
 
 @pytest.mark.parametrize(
     ("variable", "text", "error", "message"),
     [
-        ("SCALECOM_RATE", "0.5", ValueError, "rate must be at least 1.*not 0.5"),
-        ("SCALECOM_RATE", ".nan", ValueError, "rate must be at least 1"),
         ("SCALECOM_RATE", "fast", TypeError, "rate must be a number, not 'fast'"),
         ("SCALECOM_WARMUP_RATE", "", TypeError, "warmup_rate must be a number, not None"),
-        ("SCALECOM_BETA", "2", ValueError, r"beta must be in \(0, 1\]"),
         ("SCALECOM_BETA", "[", ValueError, r"SCALECOM_BETA='\[' is not a value in YAML"),
-        ("SCALECOM_MIN_NUMEL", "many", TypeError, "min_numel must be a whole number, not 'many'"),
-        ("SCALECOM_WARMUP_STEPS", "-3", ValueError, "warmup_steps must be at least 0"),
-        ("SCALECOM_RATES", "conv", TypeError, "rates must map globs"),
         ("SCALECOM_RATES", "{conv: 0}", ValueError, r"rates\['conv'\] must be at least 1"),
-        ("SCALECOM_LOOKAHEAD", "maybe", TypeError, "lookahead must be True or False"),
-        ("SCALECOM_SELECTION", "best", ValueError, "selection must be one of"),
-        (
-            "SCALECOM_DENSE",
-            "auto:last",
-            ValueError,
-            "dense accepts 'auto:output', but not 'auto:last'",
-        ),
         ("SCALECOM_DENSE", "[3]", TypeError, "dense must be a list of globs"),
         (
             "SCALECOM_WARMUP",
@@ -165,14 +123,7 @@ def test_the_environment_is_checked_like_code(variable, text, error, message, mo
     ("text", "error", "message"),
     [
         ("rate: 0.5", ValueError, "rate must be at least 1.*not 0.5"),
-        ("rate: fast", TypeError, "rate must be a number, not 'fast'"),
-        ("warmup_rate:", TypeError, "warmup_rate must be a number, not None"),
-        ("beta: 0", ValueError, r"beta must be in \(0, 1\]"),
-        ("min_numel: 1.5", TypeError, "min_numel must be a whole number"),
-        ("rates: [conv]", TypeError, "rates must map globs"),
-        ("rates: {conv: 0.1}", ValueError, r"rates\['conv'\] must be at least 1"),
         ("dense: head.*", TypeError, "dense must be a list of globs"),
-        ("lookahead: 1", TypeError, "lookahead must be True or False"),
         ("wire_dtype: float16", ValueError, "scalecom.yaml sets wire_dtype.*Give bits=8"),
         ("rate: 50\nBeta: 0.1", ValueError, "scalecom.yaml sets Beta; did you mean beta"),
         ("3: 4", ValueError, "scalecom.yaml sets 3; the settings are rate"),
@@ -192,8 +143,6 @@ def test_a_file_is_checked_like_code(text, error, message, tmp_path):
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(FileNotFoundError, match="missing.yaml"):
         ScaleComConfig.from_file(tmp_path / "missing.yaml")
-    with pytest.raises(IsADirectoryError, match=tmp_path.name):
-        ScaleComConfig.from_file(tmp_path)
     picture = tmp_path / "picture.png"
     picture.write_bytes(b"\x89PNG\xff\x00")
     with pytest.raises(ValueError, match="picture.png is not YAML"):
