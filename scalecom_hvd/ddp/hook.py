@@ -29,6 +29,7 @@ from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives
 from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.face import Options
 from scalecom_hvd.exchange.faces import SHARDED, check_not_sharded
 from scalecom_hvd.exchange.gradients import flat_tensor
 from scalecom_hvd.exchange.methods import Method, ScaleCom
@@ -151,18 +152,18 @@ class ScaleComState:
         # DDP made parameters the same on all ranks when it wrapped the model. They may still differ
         # between ranks when ranks first average: sharpness-aware steps move them under no_sync().
         # So nothing compares them.
-        options: dict[str, Any] = {"drops_unused": drops, "zeros_are_unused": True}
+        options = Options(drops_unused=drops, zeros_count=False)
         if mesh is not None:
             collectives, ranks = peers_of(mesh, devices), ranks_of_node(mesh, devices)
             ranks.end_with(self)
             self._in_node = NodeExchange(
-                parameters, self.compression, collectives, Node(ranks), **options
+                parameters, self.compression, collectives, Node(ranks), options
             )
             self._exchange = self._in_node.exchange
         else:
             own = ProcessGroupCollectives(process_group, devices=devices)
             collectives = own if collectives is None else collectives
-            self._exchange = Exchange(parameters, self.compression, collectives, **options)
+            self._exchange = Exchange(parameters, self.compression, collectives, options)
         if isinstance(collectives, ProcessGroupCollectives):
             collectives.end_with(self)
         self.compression.mix_momentum(parameters, collectives, by_hook=True)

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.face import Options
 from scalecom_hvd.exchange.faces import check_parameters
 from scalecom_hvd.exchange.gradients import flat_tensor, local_part
 from scalecom_hvd.exchange.methods import Method
@@ -58,9 +59,8 @@ class ShardedGradients:
             shards,
             method,
             peers,
-            groups=groups,
+            Options(groups, drops_unused=True),
             face=StartsAlike(shards),
-            drops_unused=True,
             node=node,
         )
         self._names = {p: name for name, p in parameters.items()}

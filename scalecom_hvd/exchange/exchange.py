@@ -20,95 +20,42 @@ as above. All parts have the step's number, and the last part ends the step.
 
 An exchange knows no parameter and no p.grad. Where gradients come from, and where averages go, is a
 face's affair: optimizer_gradients.py, DDP's hook, sharded gradients, local steps. Imports
-methods/base, bucket_step, bucket_plan, diagnostics_sampler, node, run and the rooms below.
+methods/base, waves, bucket_plan, diagnostics_sampler, face, reported, node, run and the rooms
+below.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
 import torch
 
 from scalecom_hvd.agreement import Names, Settings, compare_ranks
-from scalecom_hvd.bucket_layout import Stats, step_stats
-from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.bucket_layout import Stats
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.bucket import Bucket
-from scalecom_hvd.exchange.bucket_plan import Groups, Part, plan_buckets
+from scalecom_hvd.exchange.bucket_plan import Part, plan_buckets
 from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Collectives, Step, Wait, gather_objects
-from scalecom_hvd.exchange.devices import Streams, on_host, uploaded
+from scalecom_hvd.exchange.devices import Streams, on_host
 from scalecom_hvd.exchange.diagnostics_sampler import Sampler
-from scalecom_hvd.exchange.gradients import any_of
+from scalecom_hvd.exchange.face import Face, Options
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.checked_step import checked_step
 from scalecom_hvd.exchange.methods.state import State
 from scalecom_hvd.exchange.node import Node
+from scalecom_hvd.exchange.reported import Gradient, Reported
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.run import Averager
+from scalecom_hvd.exchange.step_numbers import StepNumbers
 from scalecom_hvd.exchange.unused_averages import UnusedAverages
 from scalecom_hvd.exchange.waves import MOST_CHANNELS, Progress, Waves
 from scalecom_hvd.saved_state import Saved
 from scalecom_hvd.schedule import leader
-
-Told = Mapping[str, Any]
-"""What one rank tells all others when they agree. The values are JSON."""
-
-
-class Face:
-    """What an exchange asks of what uses it. A face that has nothing to say uses this as it is."""
-
-    def tell(self) -> Told:
-        """What this rank tells the others when they agree, besides what the exchange tells."""
-        return {}
-
-    def hear(self, everyone: Sequence[Told], elsewhere: Collection[str]) -> None:
-        """Hear what all ranks told.
-
-        Args:
-            everyone: what each rank told.
-            elsewhere: names of the tensors that travel in another way from now on, on all ranks.
-
-        Raises:
-            RuntimeError: on all ranks, if something that they told must not differ.
-        """
-
-    def average_others(self) -> Iterable[torch.Tensor]:
-        """Wait for the averages that travel in another way. Returns their values.
-
-        If some are not finite, which is the same on all ranks, the step does not count.
-        """
-        return ()
-
-    def aborted(self, restarted: bool) -> None:
-        """Forget what belongs to the step in progress, which was given up.
-
-        Args:
-            restarted: whether ranks were started anew (elastic runs), so that all must be agreed
-                again.
-        """
-
-
-class Gradient(NamedTuple):
-    """A gradient that was reported.
-
-    Attributes:
-        flat: (N,). None: this rank has none, or it travels in another way.
-        trained: whether its parameter is trained. If not, and all elements are zero, its residue
-            waits.
-    """
-
-    flat: torch.Tensor | None
-    trained: bool
-
-
-_NONE = Gradient(None, True)
 
 
 class Exchange(Averager):
@@ -119,15 +66,9 @@ class Exchange(Averager):
             model's order. Their numbers are not read.
         method: how compressed tensors are averaged. From now on the method serves these tensors.
         collectives: how this rank reaches the others.
-        groups: lists of names that share a bucket. None: buckets of about config.bucket_bytes, in
-            the order in which gradients arrive on rank 0.
+        options: how it works. `Options()` is meant for gradients of ordinary parameters.
         face: what uses the exchange. None: it has nothing to say.
         settings: what ranks must have in common, besides the method's settings.
-        drops_unused: whether ranks tell each other which tensors have gradients, by a flag that
-            travels with the values. A tensor sends nothing if no rank has a gradient for it, and
-            its residue waits. Use this if averages of such tensors are thrown away.
-        zeros_are_unused: with `drops_unused`, whether a gradient of zeros counts as none.
-        is_scaled: whether gradients carry the method's loss scale. Changes of parameters do not.
         node: the ranks of this node, if each of them holds a part of every gradient. They are asked
             whether a step counts, after "are all buckets sound" and before the commit. None: this
             rank has whole gradients.
@@ -156,33 +97,26 @@ class Exchange(Averager):
         like: Mapping[str, torch.Tensor],
         method: Method,
         collectives: Collectives,
+        options: Options | None = None,
         *,
-        groups: Groups | None = None,
         face: Face | None = None,
         settings: Settings | None = None,
-        drops_unused: bool = False,
-        zeros_are_unused: bool = False,
-        is_scaled: bool = True,
         node: Node | None = None,
         part_of: Averager | None = None,
     ) -> None:
         self.residues: Residues = method.residues
-        self.config: ScaleComConfig = method.config
         self.part: Part | None = None
         self.names = Names(collectives.numbers)
         self._like = dict(like)
         self.has_sent = False
-        self._method, self._run = method, method.run
+        self._method = method
         self.collectives = collectives
         self._restarted = collectives.restarts()
-        self._groups = groups
-        self._face = face or Face()
-        self._is_scaled = is_scaled
-        self._drops_unused, self._zeros_are_unused = drops_unused, zeros_are_unused
+        self._options, self._face = options or Options(), face or Face()
         self.node = node
         self._settings = method.settings | dict(settings or {})
-        self.unused = UnusedAverages()
-        self._has_steps = part_of is None
+        # Averages of a part are not for an optimizer's step.
+        self.unused = UnusedAverages() if part_of is None else None
         self._sampler: Sampler | None = None
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()
@@ -197,20 +131,14 @@ class Exchange(Averager):
         self._waves = Waves([], self._channels, self._bucket_step)
         # {bucket's number: norms of residues and gradients}, for the step's parts so far.
         self._norms: dict[int, tuple[float, float]] = {}
-        # The gradients of the step in progress, in the order in which they were reported.
-        self._arrived: dict[str, Gradient] = {}
+        self._arrived = Reported(self._like)
         # Names of tensors that are in no bucket, because they travel in another way.
         self._elsewhere: set[str] = set()
         self._whole = False
         self._unscaling: Wait[float] | None = None  # None: gradients are not scaled
-        kinds = ("offsets", "values", "dense", "gathered", "collectives")
-        self._submitted = dict.fromkeys(kinds, 0)
-        # About the last finished step, or part of a step: whether it ended the step, what was
-        # submitted, how many elements of each tensor were chosen, and which tensors it was about.
-        self._places: dict[str, int] = {}
-        self._last = True, self._submitted, self._places, list(self._like)
+        self._numbers = StepNumbers(list(like))
         if part_of is None:
-            self._run.begin(self._like, self)
+            self._method.run.begin(self._like, self)
 
     # What faces call.
 
@@ -276,11 +204,14 @@ class Exchange(Averager):
             self.look()
         return averages
 
+    def _looks(self) -> bool:
+        due = self._sampler is not None and self._sampler.due(self.residues.step)
+        return due and not self._whole
+
     def look(self, all_are_here: bool = True) -> None:
         """Let ranks compare what they saw of the step that `finish` ended, if that is due.
 
-        Args:
-            all_are_here: whether all ranks call this. If not, nothing is compared.
+        all_are_here: whether all ranks call this. If not, nothing is compared.
         """
         step, self._look_at = self._look_at, None
         if step is not None and all_are_here:
@@ -354,10 +285,9 @@ class Exchange(Averager):
                 self.ready(name, flat, trained)
 
     def complete_collectives(self, alike: bool) -> None:
-        """Complete all collectives of a step that all ranks give up, so that none is left over.
+        """Complete all collectives of a step that all ranks give up.
 
-        Args:
-            alike: whether all ranks have begun the step. If not, some rank has forgotten it.
+        alike: whether all ranks have begun the step. If not, some rank has forgotten it.
         """
         if not alike:
             return
@@ -388,8 +318,7 @@ class Exchange(Averager):
     def entered(self, joins: bool = True) -> Iterator[None]:
         """Let in one thread at a time. If something fails inside, forget the step in progress.
 
-        Args:
-            joins: see Streams.entered.
+        joins: see Streams.entered.
         """
         with self._lock, self.streams.entered(joins):
             try:
@@ -432,24 +361,20 @@ class Exchange(Averager):
             self._lock.release()
 
     def _begin_step(self) -> None:
-        self._unscaling = self._method.scaling.inverse() if self._is_scaled else None
+        self._unscaling = self._method.scaling.inverse() if self._options.is_scaled else None
         if self._unscaling is not None and self.node is not None and self.collectives.is_ordered:
             # Ranks must submit what NCCL sends between nodes and inside a node in one order, or
             # they wait for each other for ever. Loss scales reach hosts at different times, so the
             # host waits. Mostly the copy began when forward began, and is here.
             self._unscaling.now()
         self._whole = self._must_send_whole()
-        self._submitted = dict.fromkeys(self._submitted, 0)
-        if self._has_steps:
+        self._numbers.begin()
+        if self.unused is not None:
             self.unused.begin()
 
     def _must_send_whole(self) -> bool:
         names = self.residues.tensors.keys() - self._elsewhere
         return self.residues.step < self.residues.whole_steps or not self._method.is_ready(names)
-
-    def _sample_due(self) -> bool:
-        looks = self._sampler is not None and self._sampler.due(self.residues.step)
-        return looks and not self._whole
 
     def _bucket_step(self, progress: Progress) -> Step[None]:
         """One bucket's step, from its gradients to their averages. All gradients are here."""
@@ -457,12 +382,13 @@ class Exchange(Averager):
         if progress.state_arrives is not None:
             yield from progress.state_arrives
             progress.state_arrives = None
-        flats = self._flats(bucket)
+        flats = self._arrived.flats(bucket.names)
         scale = 1.0 if self._unscaling is None else (yield from self._unscaling)
-        # If a script gave an untrained parameter a gradient, the gradient counts.
-        trained = {name: self._arrived.get(name, _NONE).trained for name in flats}
-        idle = [name for name, flat in flats.items() if not (trained[name] or any_of(flat))]
-        step = BucketStep(bucket, scale, flats, self._whole, idle, self._used(flats))
+        used = None
+        # Where zeros do not count, it only matters what residues do.
+        if self._options.drops_unused and (self._options.zeros_count or not self._whole):
+            used = self._arrived.used(flats, self._options.zeros_count)
+        step = BucketStep(bucket, scale, flats, self._whole, self._arrived.idle(flats), used)
         progress.step = step
         collectives = BucketCollectives(
             self._waves.channel_of(bucket),
@@ -470,9 +396,9 @@ class Exchange(Averager):
             step,
             self.residues.step,
             self.leader_at,
-            self._submitted,
+            self._numbers.submitted,
         )
-        if self._sample_due():
+        if self._looks():
             self._sampler.before(step)
         if bucket.compressed:
             state = self._state(bucket)
@@ -480,35 +406,17 @@ class Exchange(Averager):
         if not collectives.sent_values:
             yield from collectives.average_taken()
 
-    def _flats(self, bucket: Bucket) -> dict[str, torch.Tensor]:
-        """The gradients of a bucket, with zeros for what did not arrive on this rank."""
-        flats = {}
-        for name in bucket.names:
-            flat, like = self._arrived.get(name, _NONE).flat, self._like[name]
-            if flat is None:
-                flat = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
-            flats[name] = flat
-        return flats
-
-    def _used(self, flats: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Which tensors this rank has gradients for, if ranks tell each other. No host waits."""
-        if not self._drops_unused:
-            return None
-        if not self._zeros_are_unused:
-            has = [self._arrived.get(name, _NONE).flat is not None for name in flats]
-            return uploaded(np.array(has), next(iter(flats.values())).device)
-        # Steps that are sent whole leave residues alone.
-        return None if self._whole else torch.stack([flat.any() for flat in flats.values()])
-
     def _state(self, bucket: Bucket) -> State:
-        run, now = self._run, self.residues.step
+        run, now = self._method.run, self.residues.step
         # These are copies. If a method changes a dictionary in place, only its copy changes.
         own = {name: dict(run.tensor_states[name]) for name in bucket.compressed}
         return State(now, own, dict(run.method_state), now + 1 < self.residues.whole_steps)
 
     def leader_at(self, step: int, bucket: int) -> int:
         """The position of the rank that chooses for a bucket in a step."""
-        return leader(step, bucket, self.collectives.size, self.config.leader == "staggered")
+        return leader(
+            step, bucket, self.collectives.size, self.residues.config.leader == "staggered"
+        )
 
     def _finish(self) -> dict[str, torch.Tensor]:
         """Submit what is left, wait for everything, and commit the step, or roll it back."""
@@ -523,15 +431,17 @@ class Exchange(Averager):
         counts, unused = self._is_sound(steps)
         names = [name for step in steps for name in step.names]
         ends = self.part is None or self.part.is_last
-        self._last = ends, dict(self._submitted), {} if self._whole else self._places, names
+        chosen = {} if self._whole else {n: t.geometry.k for n, t in self.residues.tensors.items()}
+        self._numbers.end(ends, chosen, names)
         if self.node is not None:
             counts = self.node.counts(counts, self.residues.step)
         self.has_sent = counts and not self._whole
         self._commit(part, unused, ends) if counts else self._roll_back(part)
         # The bucket's steps end, and with them the exchange's.
         averages = {name: average for each in part for name, average in each.end().items()}
-        self._arrived = {}
-        self.unused.end(self.has_sent)
+        self._arrived = Reported(self._like)
+        if self.unused is not None:
+            self.unused.end(self.has_sent)
         used = averages.keys() - unused
         return {n: self.streams.give(average) for n, average in averages.items() if n in used}
 
@@ -567,8 +477,8 @@ class Exchange(Averager):
             self._norms |= {step.number: step.norms() for step in steps if step.compressed}
         for step in steps:
             step.commit(unused.intersection(step.names))
-        self._run.take_state([each.keep_state() for each in part if each.new_state])
-        looks = self._sample_due()
+        self._method.run.take_state([each.keep_state() for each in part if each.new_state])
+        looks = self._looks()
         if looks:
             self._sampler.after(steps, self.collectives)
         if ends:
@@ -580,7 +490,7 @@ class Exchange(Averager):
         if self._norms and len(self._norms) == sum(bool(b.compressed) for b in self.buckets):
             self.residues.look(list(self._norms.values()))
         self._norms = {}
-        self._run.note_step()
+        self._method.run.note_step()
         if self.residues.step == self.residues.warmup and self.residues.enter_stage():
             self._change_lanes()
         elif self._whole and self.residues.step >= self.residues.whole_steps:
@@ -598,7 +508,7 @@ class Exchange(Averager):
         """
         for progress in self._waves.all:
             progress.complete_state()
-        self._run.begin_equal_state_anew()
+        self._method.run.begin_equal_state_anew()
         self._make_buckets(self.residues.buckets)
 
     def _roll_back(self, part: Sequence[Progress]) -> None:
@@ -619,8 +529,8 @@ class Exchange(Averager):
         self._face.aborted(restarted)
         # The state that ranks must have in common may come from this step on one rank and from the
         # next step on another, and perhaps it never arrives.
-        self._run.begin_equal_state_anew()
-        self._arrived = {}
+        self._method.run.begin_equal_state_anew()
+        self._arrived = Reported(self._like)
         # Ranks may have submitted different parts of the step. With new buffers, new names and new
         # channels, these do not meet what comes next.
         self._channels = []
@@ -634,8 +544,8 @@ class Exchange(Averager):
         Raises:
             RuntimeError: something differs. It is raised on every rank.
         """
-        residues, groups = self.residues, self._groups
-        everyone = self._run.agree(
+        residues, groups = self.residues, self._options.groups
+        everyone = self._method.run.agree(
             self._like,
             self.collectives,
             self.names,
@@ -649,7 +559,7 @@ class Exchange(Averager):
                 **self._face.tell(),
             },
         )
-        self._run.compare_states([other["state"] for other in everyone])
+        self._method.run.compare_states([other["state"] for other in everyone])
         self._elsewhere = {name for other in everyone for name in other["elsewhere"]}
         self._whole = self._must_send_whole()  # the step began before this was known
         arrived, loaded = everyone[0]["arrived"], everyone[0]["buckets"]
@@ -669,10 +579,9 @@ class Exchange(Averager):
 
     def _make_buckets(self, plan: list[list[str]]) -> None:
         self.residues.enter_stage()
-        self._places = {name: own.geometry.k for name, own in self.residues.tensors.items()}
         self.residues.buckets, self._norms = plan, {}
         size, share = self.collectives.size, self.collectives.share
-        rest = self._like, self.residues, size, share, self._thread, self._drops_unused
+        rest = self._like, self.residues, size, share, self._thread, self._options.drops_unused
         buckets = [Bucket(b, names, *rest) for b, names in enumerate(plan)]
         self._waves = Waves(buckets, self._channels[:-1], self._bucket_step)
         if self._sampler is not None:
@@ -683,15 +592,8 @@ class Exchange(Averager):
     def stats(self) -> Stats:
         """Numbers of the last step taken; see Method.stats."""
         dense = {n: p.numel() for n, p in self._like.items() if n not in self._elsewhere}
-        ends, submitted, chosen, names = self._last
-        last, size = max(self.residues.step - ends, 0), self.collectives.size
-        numbers = step_stats(
-            size,
-            self.leader_at(last, 0) if size else 0,
-            {name: dense[name] for name in names if name in dense},
-            chosen,
-            **submitted,
-        )
+        last, size = self._numbers.last(self.residues.step), self.collectives.size
+        numbers = self._numbers.stats(size, self.leader_at(last, 0) if size else 0, dense)
         if self.node is not None:
             numbers |= {"ranks_per_node": self.node.size, "bytes_in_node": self.node.bytes_sent}
         return numbers | ({"diagnostics": self._sampler.last} if self._sampler else {})

@@ -50,6 +50,7 @@ from scalecom_hvd.exchange.bucket_plan import Groups, Part
 from scalecom_hvd.exchange.changes import Clipping, Journey, cut_into_fragments
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
 from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.face import Options
 from scalecom_hvd.exchange.gradients import NotFinite, limit_of
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.new_gradients import digest
@@ -163,9 +164,8 @@ class LocalSteps(Averager):
             self.common,
             method,
             collectives,
-            groups=groups,
+            Options(groups, is_scaled=False),
             settings=self._settings(),
-            is_scaled=False,
             part_of=self,
         )
         method.run.begin(self.common, self)

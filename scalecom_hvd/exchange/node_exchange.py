@@ -8,13 +8,13 @@ begin and end these sums in the same order. Imports exchange, node and methods/b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from scalecom_hvd.exchange.bucket_plan import Groups
 from scalecom_hvd.exchange.collectives import Collectives
-from scalecom_hvd.exchange.exchange import Exchange, Face
+from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.face import Face, Options
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.node import Node, Shards, WholeBuffer
 
@@ -31,7 +31,7 @@ class NodeExchange:
     """The exchange of named tensors that all ranks have whole. For the contract, see Exchange.
 
     Args:
-        like, method, groups, face, options: see Exchange.
+        like, method, options, face: see Exchange.
         peers: the ranks at this rank's position in other nodes.
         node: the ranks of this node.
 
@@ -46,18 +46,15 @@ class NodeExchange:
         method: Method,
         peers: Collectives,
         node: Node,
-        groups: Groups | None = None,
+        options: Options | None = None,
         face: Face | None = None,
-        **options: Any,
     ) -> None:
         self._node, self._like = node, dict(like)
         # A single node has nothing to exchange. But ranks that ask each other for news have to
         # agree, which an exchange does.
         self._is_alone = peers.size == 1 and face is None
         self.shards = Shards(like, node)
-        self.exchange = Exchange(
-            self.shards.like, method, peers, groups=groups, face=face, node=node, **options
-        )
+        self.exchange = Exchange(self.shards.like, method, peers, options, face=face, node=node)
         self._brought: list[_Brought] = []
         # How many of them the exchange has.
         self._reported = 0

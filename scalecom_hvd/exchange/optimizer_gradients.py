@@ -19,7 +19,8 @@ import torch
 
 from scalecom_hvd.exchange.bucket_plan import Groups
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
-from scalecom_hvd.exchange.exchange import Exchange, Face, Told
+from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.face import Face, Options, Told
 from scalecom_hvd.exchange.gradients import flat_gradient, unflat_gradient
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.new_gradients import (
@@ -66,7 +67,7 @@ class OptimizerGradients(StartsAlike):
         method: how tensors are averaged. From now on the method serves these parameters.
         collectives: how this rank reaches the others; with nodes, the ranks at this rank's position
             in other nodes.
-        groups: see Exchange.
+        groups: see face.Options.
         sparse_as_dense: whether sparse gradients are made dense.
         send_sparse: a function that averages a gradient that stays sparse.
         node: the ranks of this node. It also knows all ranks of all nodes. None: every rank is a
@@ -100,12 +101,12 @@ class OptimizerGradients(StartsAlike):
                 parameters,
                 method,
                 collectives,
-                groups=groups,
+                Options(groups),
                 face=self,
                 settings={"sparse_as_dense": sparse_as_dense},
             )
         else:
-            self._stage = NodeExchange(parameters, method, collectives, node, groups, self)
+            self._stage = NodeExchange(parameters, method, collectives, node, Options(groups), self)
             self.exchange = self._stage.exchange
         self._news = NewGradients(self._everyone, self.exchange.names, parameters)
         # For the header. None: ranks have not agreed yet.

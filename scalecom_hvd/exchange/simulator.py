@@ -26,6 +26,7 @@ from scalecom_hvd.exchange.bucket_plan import Groups
 from scalecom_hvd.exchange.collectives import CollectiveError
 from scalecom_hvd.exchange.devices import Point, recorded
 from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.face import Options
 from scalecom_hvd.exchange.gradients import as_bytes, flat_gradient, unflat_gradient
 from scalecom_hvd.exchange.local_steps import LocalSteps
 from scalecom_hvd.exchange.methods import Method, ScaleCom
@@ -354,7 +355,7 @@ class Simulation:
             {name: torch.nn.Parameter} in the model's order.
         sums: whether gradients are summed instead of averaged.
         predivide: Horovod's gradient_predivide_factor.
-        groups: see Exchange.
+        groups: see face.Options.
         compression: the method's class.
         local_steps, outer, overlap, fragments, clip_changes: as in DistributedOptimizer. With local
             steps, call `take_steps` instead of `step`, and give every rank parameters of its own.
@@ -405,7 +406,7 @@ class Simulation:
         for parameters, method, collectives in ranks:
             if local_steps is None:
                 exchange = Exchange(
-                    parameters, method, collectives, groups=groups, face=StartsAlike(parameters)
+                    parameters, method, collectives, Options(groups), face=StartsAlike(parameters)
                 )
             else:
                 local = LocalSteps(

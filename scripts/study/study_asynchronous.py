@@ -25,6 +25,7 @@ import torch
 
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.face import Options
 from scalecom_hvd.exchange.gradients import wide_dtype
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.simulator import Network, SimulatedCollectives
@@ -166,14 +167,14 @@ class _Exchange(Exchange):
     ) -> None:
         self.senders: Sequence[int] = range(len(ranks))
         self._ranks = ranks
-        super().__init__(parameters, method, collectives, is_scaled=False)
+        super().__init__(parameters, method, collectives, Options(is_scaled=False))
 
     def leader_at(self, step: int, bucket: int) -> int:
         """Draw one of the senders, the same one on all ranks.
 
         If ranks took turns, and the same ranks sent every other time, some would never lead.
         """
-        turn = step + (bucket if self.config.leader == "staggered" else 0)
+        turn = step + (bucket if self.residues.config.leader == "staggered" else 0)
         return self.senders[random.Random(turn).randrange(len(self.senders))]
 
     def synchronisations_in(self, steps: int) -> int:
