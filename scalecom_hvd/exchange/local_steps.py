@@ -15,16 +15,11 @@ outer is a torch optimizer of the common parameters, or subtracts the average: s
 
 With an overlap of tau, each worker takes tau more steps while the average travels. d_i is the
 change of x_i in these steps. When the average has come, x_i <- x + d_i, so d_i is part of the
-worker's next change. The idea is Streaming DiLoCo's (Douillard et al., 2025, arXiv 2501.18512).
-That paper mixes x_i <- alpha x_i + (1 - alpha) x instead. The mix loses a share of d_i, and counts
-a share of the residue twice.
+worker's next change (the idea of Streaming DiLoCo, Douillard et al., 2025, arXiv 2501.18512).
 
-Changes may be clipped before they are sent (changes.py). With fragments, the model is cut into P
-parts, which synchronise in turn. A round ends with the last part, and is one step of the Exchange.
-
-The Exchange is used as it is, on the common parameters, with changes instead of gradients: buckets,
-residues, leaders, warm-up, skipped steps and checks are the same. Every worker's optimizer
-keeps its own state, which is never averaged.
+With fragments, the model is cut into P parts, which synchronise in turn. A round ends with the last
+part, and is one step of the Exchange. The Exchange is used as it is, with changes instead of
+gradients. Every worker's optimizer keeps its own state, which is never averaged.
 
 When ranks wait: `step` waits for all ranks at the first step, where they compare, and after each
 step at which ranks synchronise. With an overlap, it waits tau steps later; if changes are clipped,
@@ -541,17 +536,10 @@ class LocalSteps(Averager):
 
         Returns:
             {"local_steps": {"taken": steps, "early": synchronisations that `synchronise` added to
-            the warm-up}}. There are more keys in these cases:
-
-            The model does not hold x, because steps were taken since the last synchronisation, or
-            because of half precision: "common": {name: x}, "local": {name: x_i}, and "under_way"
-            and "open": whether this rank, and whether any rank, has taken steps since.
-
-            There is an outer optimizer: "outer": its state_dict(), and "outer_kind".
-
-            Averages travel: "since": the steps taken before they were sent, "averages": {name:
-            average}, empty if there are none, and "sent_from": {name: x_i when they were sent}.
-            Both are about the parameters that travel.
+            the warm-up}}, and more in these cases. The model does not hold x (steps were taken
+            since, or half precision): "common": {name: x}, "local": {name: x_i}, and "under_way"
+            and "open": whether this rank, and any rank, has taken steps since. An outer optimizer:
+            "outer", "outer_kind". Averages travel: see Journey.state_dict.
         """
         state: dict[str, Any] = {"taken": self.taken, "early": self._early}
         state |= self._outer.state_dict()
@@ -601,19 +589,13 @@ class LocalSteps(Averager):
     def stats(self) -> Stats:
         """Numbers of the last synchronisation, and of local steps.
 
-        Returns:
-            What Exchange.stats gives, and "local_steps": the schedule; "local_steps_taken": by this
-            rank's optimizer; "local_steps_skipped": those left out because of a bad gradient. If
-            changes are clipped, also "changes_clipped": how many of this rank's were.
+        See Method.stats.
         """
         clipping = self._clipping
         clipped = {} if clipping.times is None else {"changes_clipped": clipping.clipped}
-        return (
-            self.exchange.stats()
-            | clipped
-            | {
-                "local_steps": self.schedule.describe(),
-                "local_steps_taken": self.taken,
-                "local_steps_skipped": self.skipped,
-            }
-        )
+        own = {
+            "local_steps": self.schedule.describe(),
+            "local_steps_taken": self.taken,
+            "local_steps_skipped": self.skipped,
+        }
+        return self.exchange.stats() | clipped | own

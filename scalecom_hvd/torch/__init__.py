@@ -36,10 +36,10 @@ from scalecom_hvd.exchange.quantisers import QSGD, BinMeans, Quantiser, Sign
 from scalecom_hvd.exchange.recipes import diloco, sparseloco
 from scalecom_hvd.torch.broadcast import broadcast_parameters as broadcast_parameters
 from scalecom_hvd.torch.collective_names import named_collectives as _named_collectives
+from scalecom_hvd.torch.compressor import ScaleCom
 from scalecom_hvd.torch.horovod_collectives import exchanges_alive as _exchanges_alive
 from scalecom_hvd.torch.monitor import Monitor as Monitor
 from scalecom_hvd.torch.optimizer import DistributedOptimizer as DistributedOptimizer
-from scalecom_hvd.torch.per_tensor import ScaleCom
 
 globals().update(_named_collectives())
 
