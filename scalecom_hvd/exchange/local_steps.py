@@ -133,8 +133,7 @@ class LocalSteps(Averager):
         self.outer = self._outer.optimizer
         self._parameters = parameters
         self._changes = {name: torch.zeros_like(x) for name, x in self.common.items()}
-        # Made once: if every synchronisation allocated this memory anew, that would take longer
-        # than filling it (see Bucket).
+        # Made once, for the reason that bucket.py gives.
         self._sent_from = {n: torch.empty_like(p) for n, p in parameters.items() if overlap}
         self.collectives = collectives
         self._restarted = collectives.restarts()
