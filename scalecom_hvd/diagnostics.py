@@ -69,27 +69,17 @@ class Diagnostics:
     def __post_init__(self) -> None:
         for name, value in (("every", self.every), ("sample", self.sample)):
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"diagnostics: {name} must be a whole number, not {value!r}")
+                raise TypeError(
+                    f"diagnostics: {name} must be a whole number, such as 50, not {value!r}"
+                )
             if value < 1:
                 raise ValueError(f"diagnostics: {name} must be at least 1, not {value}")
         Files("diagnostics", self.csv, self.tensorboard)
 
     @classmethod
     def of(cls, value: Diagnostics | int | None) -> Diagnostics | None:
-        """The Diagnostics that a user asked for by `diagnostics=`: a number of steps, or these.
-
-        Raises:
-            TypeError: it is neither, nor None.
-            ValueError: the number of steps cannot work.
-        """
-        if value is None or isinstance(value, cls):
-            return value
-        if isinstance(value, int) and not isinstance(value, bool):
-            return cls(every=value)
-        raise TypeError(
-            "diagnostics must be a number of steps, such as 50, or hvd.Diagnostics(every=50, "
-            f"csv=...), not {value!r}"
-        )
+        """The Diagnostics that a user asked for by `diagnostics=`: these, or a number of steps."""
+        return value if value is None or isinstance(value, cls) else cls(every=value)  # type: ignore[arg-type]
 
     @property
     def settings(self) -> dict[str, int]:

@@ -104,7 +104,7 @@ def collect(limit: float) -> Facts:
             name for part, name in FRAMEWORKS.items() if list((horovod / part).glob("mpi_lib*.so"))
         ],
         programs=programs,
-        hidden=[name for name in LAUNCHERS if name in programs and not _on_path(programs[name])],
+        hidden=[name for name in LAUNCHERS if name in programs and not shutil.which(name)],
         mpi=mpi.strip().partition("\n")[0],
         interfaces=_interfaces(),
         variables=_variables(),
@@ -116,11 +116,6 @@ def _find(program: str) -> str | None:
     """A program in this Python's environment, or on the PATH."""
     beside = str(children.BIN / program)
     return beside if os.access(beside, os.X_OK) else shutil.which(program)
-
-
-def _on_path(path: str) -> bool:
-    found = shutil.which(os.path.basename(path))
-    return found is not None and os.path.realpath(found) == os.path.realpath(path)
 
 
 def _ask(

@@ -15,16 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from scalecom_hvd.doctor.rank_check import (
-    CONFIG,
-    KERNELS,
-    LEARNING_RATE,
-    RANKS,
-    check,
-    check_size,
-    inputs,
-    passed,
-)
+from scalecom_hvd.doctor import rank_check
 from scalecom_hvd.exchange.kernel_choice import kernel_for
 from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.reference import Array
@@ -36,33 +27,20 @@ def make_model(device: torch.device) -> nn.Module:
     return nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 20)).to(device)
 
 
-def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    """A rank's loss in a step."""
-    device = next(model.parameters()).device
-    return model(torch.from_numpy(inputs(step, rank, 8, 30)).to(device)).square().mean()
-
-
-def gradients(model: nn.Module, step: int, rank: int) -> dict[str, Array]:
-    """The gradients of a rank's backward in a step."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    grads = torch.autograd.grad(loss_of(model, step, rank), parameters)
-    return {name: grad.cpu().numpy() for name, grad in zip(names, grads, strict=True)}
-
-
 def on_horovod(device: str) -> None:
     """Test the drop-in for Horovod."""
     import scalecom_hvd.torch as hvd
 
     hvd.init()
-    check_size(hvd.size())
+    rank_check.check_size(hvd.size())
     model = make_model(use_device(device, hvd.local_rank()))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), LEARNING_RATE),
+        torch.optim.SGD(model.parameters(), rank_check.LEARNING_RATE),
         model.named_parameters(),
-        compression=hvd.ScaleCom(config=CONFIG),
+        compression=hvd.ScaleCom(config=rank_check.CONFIG),
     )
-    passed(trained(hvd.rank(), model, optimizer))
+    rank_check.passed(trained(hvd.rank(), model, optimizer))
     hvd.shutdown()
 
 
@@ -76,17 +54,17 @@ def on_torch_distributed(device: str, backend: str) -> None:
 
     own = use_device(device, int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend)
-    check_size(dist.get_world_size())
+    rank_check.check_size(dist.get_world_size())
     model = DistributedDataParallel(make_model(own))
-    state = ScaleComState(model, ScaleCom(config=CONFIG))
+    state = ScaleComState(model, ScaleCom(config=rank_check.CONFIG))
     model.register_comm_hook(state, scalecom_hook)
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    optimizer = torch.optim.SGD(model.parameters(), rank_check.LEARNING_RATE)
     kernel = trained(dist.get_rank(), model, optimizer)
     try:  # only FSDP2 asks Gloo for averages
         check_averages(device=own)
-        passed(f"{kernel}, also for FSDP2")
+        rank_check.passed(f"{kernel}, also for FSDP2")
     except RuntimeError as error:
-        passed(f"{kernel}, but not with FSDP2: {error}")
+        rank_check.passed(f"{kernel}, but not with FSDP2: {error}")
     # With torch 2.13, a process may abort if Python ends while a thread of Gloo's still drops
     # tensors, with a hook or without. Nothing is left to do here, so Python's own end is skipped.
     dist.barrier()
@@ -99,23 +77,30 @@ def trained(rank: int, called: nn.Module, optimizer: torch.optim.Optimizer) -> s
     Raises:
         AssertionError: a step differs from the reference's.
     """
-    model = getattr(called, "module", called)
-    named = dict(model.named_parameters())
+    named = dict(getattr(called, "module", called).named_parameters())
+    device = next(called.parameters()).device
+
+    def loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        rows = torch.from_numpy(rank_check.inputs(step, rank, 8, 30))
+        return model(rows.to(device)).square().mean()
+
+    def gradients(step: int, rank: int) -> dict[str, Array]:
+        own = loss(getattr(called, "module", called), step, rank)
+        grads = torch.autograd.grad(own, list(named.values()))
+        return {name: grad.cpu().numpy() for name, grad in zip(named, grads, strict=True)}
 
     def take_step(step: int) -> dict[str, Array]:
         optimizer.zero_grad()
-        loss_of(called, step, rank).backward()
+        loss(called, step, rank).backward()
         optimizer.step()
         return {name: p.grad.cpu().numpy().copy() for name, p in named.items()}
 
-    shapes = {name: tuple(p.shape) for name, p in named.items()}
-    check(shapes, lambda step, rank: gradients(model, step, rank), take_step)
-    device = next(model.parameters()).device
+    rank_check.check({name: tuple(p.shape) for name, p in named.items()}, gradients, take_step)
     kernel = kernel_for(device, torch.float32, torch.float32, Lanes(4, 2)).__name__
-    return KERNELS.get(kernel, kernel)
+    return rank_check.KERNELS.get(kernel, kernel)
 
 
-def use_device(device: str, local_rank: int, ranks: int = RANKS) -> torch.device:
+def use_device(device: str, local_rank: int, ranks: int = rank_check.RANKS) -> torch.device:
     """Have this rank use a device of its own, or share one if there are fewer than ranks.
 
     NCCL accepts ranks that share a GPU only if each says that it is on a machine of its own.
