@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,11 @@ def collect(limit: float) -> Facts:
             name for part, name in FRAMEWORKS.items() if list((horovod / part).glob("mpi_lib*.so"))
         ],
         programs=programs,
-        hidden=[name for name in LAUNCHERS if name in programs and not shutil.which(name)],
+        hidden=[
+            name
+            for name in LAUNCHERS
+            if name in programs and realpath(shutil.which(name) or "") != realpath(programs[name])
+        ],
         mpi=mpi.strip().partition("\n")[0],
         interfaces=_interfaces(),
         variables=_variables(),
