@@ -248,8 +248,10 @@ def test_what_is_sent_whole_leaves_residues_alone(dtype):
     assert torch.equal(bucket.tensors[0].residue, before)
 
 
+@pytest.mark.parametrize("kernel", ["native", "torch"])
 @pytest.mark.parametrize("form", ["in place", "accumulators"])
-def test_a_tensor_that_no_rank_uses_sends_nothing(form):
+def test_a_tensor_that_no_rank_uses_sends_nothing(form, kernel, monkeypatch):
+    monkeypatch.setenv("SCALECOM_KERNEL", kernel)
     bucket = many_tensors()
     bucket.came["wide"].zero_()
     before = {t.name: t.residue.normal_().clone() for t in bucket.tensors}

@@ -318,6 +318,9 @@ def steps(device, lookahead):
         idle = ["1"] * (step == 3)
         if idle:
             grads["1"].zero_()
+        unused = {"0"} if step == 1 else set()
+        for name in unused:
+            grads[name].zero_()
         own = BucketStep(bucket, 0.5, grads, idle=idle)
         if lookahead and step == 0:
             ahead = finished(own.select())
@@ -331,7 +334,7 @@ def steps(device, lookahead):
             own.roll_back()
         else:
             own.receive(offsets, own.taken)
-            own.commit()
+            own.commit(unused)
             ahead = chosen
         seen += [*grads.values(), *(tensor.residue for tensor in bucket.tensors)]
         own.release()
