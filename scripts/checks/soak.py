@@ -51,7 +51,7 @@ class Point(enum.StrEnum):
 
     BACKWARD = "in backward"  # before anything is sent
     EXCHANGE = "as the leader between its choice and the averages"
-    SIGNAL = "before it signals"  # how it stands
+    SIGNAL = "before it tells the other ranks of its gradients"
     AVERAGES = "while averages are made"
     SAVING = "while a checkpoint is written"
 
@@ -91,7 +91,7 @@ class Plan:
     @property
     def points(self) -> list[Point]:
         """The points that a worker of this plan reaches in every step."""
-        signals = self.optimizer != "DDP hook" and self.local_steps is None
+        signals = self.optimizer in ("drop-in", "torchrun") and self.local_steps is None
         missing = {Point.SIGNAL: not signals, Point.AVERAGES: self.optimizer == "stock"}
         return [point for point in Point if not missing.get(point)]
 

@@ -108,12 +108,7 @@ class Trainer:
         """See gradients before anybody changes them, and die at the points where it is told to."""
         for name, parameter in self.model.named_parameters():
             parameter.register_hook(lambda grad, name=name: self._see(name, grad))
-        if self.plan.optimizer == "stock":
-            from scalecom_hvd.torch.news import News
-
-            self._comes_by_before(News, "signal", Point.SIGNAL)
-        else:
-            self._comes_by_before(OptimizerGradients, "_header", Point.SIGNAL)
+        self._comes_by_before(OptimizerGradients, "_header", Point.SIGNAL)
         self._comes_by_before(Waves, "complete", Point.AVERAGES)
         if self.plan.optimizer == "stock":
             self._die_between_in_stock()
