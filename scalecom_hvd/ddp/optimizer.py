@@ -43,12 +43,12 @@ from scalecom_hvd.exchange.faces import (
     trained_parameters,
 )
 from scalecom_hvd.exchange.gradients import local_part
-from scalecom_hvd.exchange.local_steps import LocalSteps
+from scalecom_hvd.exchange.local.local_steps import LocalSteps
+from scalecom_hvd.exchange.local.outer_step import Outer
+from scalecom_hvd.exchange.local.recipes import everything_whole
 from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.optimizer_gradients import OptimizerGradients
-from scalecom_hvd.exchange.outer_step import Outer
-from scalecom_hvd.exchange.recipes import everything_whole
 
 _Compression: TypeAlias = Method | type[Method] | None
 

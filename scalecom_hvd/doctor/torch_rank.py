@@ -2,8 +2,8 @@
 
 `python -m scalecom_hvd.doctor.torch_rank FACE [DEVICE BACKEND]`, started by self_test.py under a
 launcher. FACE is "horovod" or "hook" (of DistributedDataParallel), DEVICE is "cpu" or "cuda", and
-BACKEND is one of torch.distributed's. Imports rank_check, kernel_choice of exchange/, and torch/ or
-ddp/, whichever is used.
+BACKEND is one of torch.distributed's. Imports rank_check, kernels/choice of exchange/, and
+torch/ or ddp/, whichever is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from scalecom_hvd.doctor import rank_check
-from scalecom_hvd.exchange.kernel_choice import kernel_for
+from scalecom_hvd.exchange.kernels.choice import kernel_for
 from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.reference import Array
 

@@ -15,7 +15,8 @@ from scalecom_hvd.agreement import Numbers
 from scalecom_hvd.exchange.collectives import CollectiveError, Collectives, Wait, Work
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.flops import rates_from_flops
-from scalecom_hvd.exchange.local_steps import LocalSteps
+from scalecom_hvd.exchange.local.local_steps import LocalSteps
+from scalecom_hvd.exchange.local.recipes import diloco, sparseloco
 from scalecom_hvd.exchange.methods import (
     ECQSGD,
     BucketCollectives,
@@ -28,7 +29,6 @@ from scalecom_hvd.exchange.methods import (
     State,
 )
 from scalecom_hvd.exchange.quantisers import QSGD, BinMeans, Quantiser, Sign
-from scalecom_hvd.exchange.recipes import diloco, sparseloco
 from scalecom_hvd.exchange.simulator import Simulation
 
 __all__ = [

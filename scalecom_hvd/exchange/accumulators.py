@@ -1,7 +1,7 @@
 """Moves on accumulators, acc = m + g: the algorithm as the paper writes it.
 
 They serve methods that send any values at any indices. They are simple rather than fast, and use
-two tensors as large as the bucket. Imports residue, kernel_choice and kernels.
+two tensors as large as the bucket. Imports residue and kernels/.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from scalecom_hvd.exchange.kernel_choice import kernel_for
-from scalecom_hvd.exchange.kernels import Count, Kernel, TensorSlot, add_usable
+from scalecom_hvd.exchange.kernels.base import Count, Kernel, TensorSlot, add_usable
+from scalecom_hvd.exchange.kernels.choice import kernel_for
 from scalecom_hvd.exchange.residue import CompressedTensor
 
 

@@ -17,8 +17,8 @@ from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.choices import Choices
 from scalecom_hvd.exchange.gradients import wide_dtype
 from scalecom_hvd.exchange.integer_values import IntegerValues
-from scalecom_hvd.exchange.kernel_choice import kernel_for
-from scalecom_hvd.exchange.kernels import Kernel, TensorSlot, scale_blocks_, scale_numbers
+from scalecom_hvd.exchange.kernels.base import Kernel, TensorSlot, scale_blocks_, scale_numbers
+from scalecom_hvd.exchange.kernels.choice import kernel_for
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.values import Values
 

@@ -29,7 +29,8 @@ from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step, Wait
 from scalecom_hvd.exchange.gradients import check_sizes
 from scalecom_hvd.exchange.integer_values import IntegerValues
-from scalecom_hvd.exchange.kernels import Count, Kernel, NativeKernel, Wire, positions_of
+from scalecom_hvd.exchange.kernels.base import Count, Kernel, Wire, positions_of
+from scalecom_hvd.exchange.kernels.native_kernel import NativeKernel
 from scalecom_hvd.exchange.values import Values, norm
 
 Places = torch.Tensor | slice

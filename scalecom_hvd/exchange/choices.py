@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from scalecom_hvd.bucket_layout import Layout, pack_halves, unpack_halves
-from scalecom_hvd.exchange.kernels import TensorSlot
+from scalecom_hvd.exchange.kernels.base import TensorSlot
 
 Choice = Mapping[str, Mapping[str, torch.Tensor]]
 """{name of a tensor: {"offsets": (k,), and for integers "scales": (blocks,)}}."""

@@ -20,7 +20,7 @@ from scalecom_hvd.diagnostics import Diagnostics, Files, Numbers, Piece, draw, l
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Collectives
-from scalecom_hvd.exchange.kernels import usable
+from scalecom_hvd.exchange.kernels.base import usable
 
 log = logging.getLogger("scalecom_hvd")
 

@@ -16,13 +16,13 @@ from scalecom_hvd.bucket_layout import group_names
 from scalecom_hvd.exchange.bucket_plan import Groups
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.gradients import NotFinite, check_finite_gradients
-from scalecom_hvd.exchange.local_steps import LocalSteps
+from scalecom_hvd.exchange.local.local_steps import LocalSteps
+from scalecom_hvd.exchange.local.outer_step import Outer
+from scalecom_hvd.exchange.local.rounds_alive import any_held, rounds_of
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.new_gradients import SparseAverage
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.optimizer_gradients import OptimizerGradients
-from scalecom_hvd.exchange.outer_step import Outer
-from scalecom_hvd.exchange.rounds_alive import any_held, rounds_of
 from scalecom_hvd.exchange.unused_averages import end_step_by_error
 from scalecom_hvd.schedule import Schedule
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from scalecom_hvd.exchange.kernels import Count
+from scalecom_hvd.exchange.kernels.base import Count
 from scalecom_hvd.integers import field_bits, fields_per_word, words_of
 
 

@@ -3,7 +3,7 @@
 `CompressedTensor` is one tensor's residue with its lanes. `Residues` holds all residues of one
 optimizer, and the number of steps. What a step does to them is in bucket.py. run.py saves and loads
 them.
-Imports kernel_choice and the framework-free rooms.
+Imports kernels/choice and the framework-free rooms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.exchange.kernel_choice import kernel_for
+from scalecom_hvd.exchange.kernels.choice import kernel_for
 from scalecom_hvd.lanes import Lanes, geometry
 from scalecom_hvd.training_warnings import (
     LOOK_EVERY,

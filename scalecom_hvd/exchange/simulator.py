@@ -28,11 +28,11 @@ from scalecom_hvd.exchange.devices import Point, recorded
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.face import Options
 from scalecom_hvd.exchange.gradients import as_bytes, flat_gradient, unflat_gradient
-from scalecom_hvd.exchange.local_steps import LocalSteps
+from scalecom_hvd.exchange.local.local_steps import LocalSteps
+from scalecom_hvd.exchange.local.outer_step import Outer
 from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.exchange.new_gradients import fill_in
 from scalecom_hvd.exchange.optimizer_gradients import StartsAlike
-from scalecom_hvd.exchange.outer_step import Outer
 from scalecom_hvd.schedule import Schedule
 
 Gradients = Mapping[str, torch.Tensor | None]

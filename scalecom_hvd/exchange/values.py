@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from scalecom_hvd.exchange.kernels import Count
+from scalecom_hvd.exchange.kernels.base import Count
 
 
 class Values:

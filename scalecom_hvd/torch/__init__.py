@@ -22,6 +22,7 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.background_thread import wait_for_kept as _wait_for_kept
 from scalecom_hvd.exchange.flops import rates_from_flops
+from scalecom_hvd.exchange.local.recipes import diloco, sparseloco
 from scalecom_hvd.exchange.methods import (
     ECQSGD,
     BucketCollectives,
@@ -33,7 +34,6 @@ from scalecom_hvd.exchange.methods import (
     State,
 )
 from scalecom_hvd.exchange.quantisers import QSGD, BinMeans, Quantiser, Sign
-from scalecom_hvd.exchange.recipes import diloco, sparseloco
 from scalecom_hvd.torch.broadcast import broadcast_parameters as broadcast_parameters
 from scalecom_hvd.torch.collective_names import named_collectives as _named_collectives
 from scalecom_hvd.torch.compressor import ScaleCom

@@ -7,7 +7,7 @@ these once scalecom_hvd.torch is imported. All ranks get rank 0's model and opti
 residues. With local steps, every rank keeps its own parameters and optimizer, and new ranks get the
 common parameters.
 
-Imports broadcast, exchange/local_steps and exchange/methods.
+Imports broadcast, exchange/local and exchange/methods.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from horovod.torch.elastic import *  # noqa: F403
 from horovod.torch.elastic import state as _state
 from horovod.torch.functions import broadcast_object
 
-from scalecom_hvd.exchange.local_steps import LocalSteps
+from scalecom_hvd.exchange.local.local_steps import LocalSteps
+from scalecom_hvd.exchange.local.rounds_alive import rounds_of
 from scalecom_hvd.exchange.methods import Method
-from scalecom_hvd.exchange.rounds_alive import rounds_of
 from scalecom_hvd.torch.broadcast import broadcast_parameters
 
 

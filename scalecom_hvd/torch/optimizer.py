@@ -38,11 +38,11 @@ from scalecom_hvd.exchange.faces import (
     names_of_groups,
     trained_parameters,
 )
-from scalecom_hvd.exchange.local_steps import LocalSteps
+from scalecom_hvd.exchange.local.local_steps import LocalSteps
+from scalecom_hvd.exchange.local.outer_step import Outer
+from scalecom_hvd.exchange.local.recipes import everything_whole
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.optimizer_gradients import OptimizerGradients
-from scalecom_hvd.exchange.outer_step import Outer
-from scalecom_hvd.exchange.recipes import everything_whole
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives, where_it_ends
 from scalecom_hvd.torch.horovod_nodes import peers_and_node
 

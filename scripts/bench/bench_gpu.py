@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 
 from scalecom_hvd.bucket_layout import Layout
-from scalecom_hvd.exchange.kernels import Kernel, TensorSlot, TorchKernel, Wire
+from scalecom_hvd.exchange.kernels.base import Kernel, TensorSlot, Wire
+from scalecom_hvd.exchange.kernels.torch_kernel import TorchKernel
 from scalecom_hvd.integers import levels_of
 from scalecom_hvd.lanes import Lanes
 
@@ -124,7 +125,7 @@ class Workload:
 
 
 def candidates(numel: int, rate: float, device: torch.device) -> Iterator[Candidate]:
-    from scalecom_hvd.exchange.triton_kernel import TritonKernel
+    from scalecom_hvd.exchange.kernels.triton_kernel import TritonKernel
 
     work = Workload(numel, rate, torch.float32, device)
     yield from work.copies()

@@ -3,8 +3,8 @@
 This is Qsparse-local-SGD, algorithm 2 (Basu et al., 2019, arXiv 1906.02367): each rank synchronises
 after its own number of steps. On real ranks this saves nothing, because no collective lets a rank
 run ahead of the others. So only simulated ranks have it, to compare it with algorithm 1
-(scalecom_hvd/exchange/local_steps.py). Below, x stands for the common parameters, and start_i for
-the x_i of rank i's last synchronisation.
+(scalecom_hvd/exchange/local/local_steps.py). Below, x stands for the common parameters, and
+start_i for the x_i of rank i's last synchronisation.
 
     every step:   x_i <- optimizer_i(x_i, gradient_i)
     if any rank synchronises after it:

@@ -11,9 +11,10 @@ import torch
 
 import delayed
 from scalecom_hvd import lanes
-from scalecom_hvd.exchange import kernels, quantisers
+from scalecom_hvd.exchange import quantisers
 from scalecom_hvd.exchange.devices import HostCopy, Streams
-from scalecom_hvd.exchange.kernels import positions_of
+from scalecom_hvd.exchange.kernels import base
+from scalecom_hvd.exchange.kernels.base import positions_of
 from scalecom_hvd.exchange.methods import (
     ECQSGD,
     GlobalTopK,
@@ -266,7 +267,7 @@ def test_what_is_kept_for_later_steps_is_of_one_stream(what):
         layout = quantisers._layout([7, 500], 64, torch.device("delayed", 0))
         return layout.spread(torch.ones(507, device="delayed"))
 
-    kernels._starts_and_strides.cache_clear()
+    base._starts_and_strides.cache_clear()
     quantisers._layout_on.cache_clear()
     gate = threading.Event()
     with Streams([torch.device("delayed", 0)]).entered(joins=False):

@@ -27,7 +27,7 @@ TRAIN = """
 import logging, sys, torch
 logging.basicConfig()
 import scalecom_hvd, scalecom_hvd.torch as hvd
-from scalecom_hvd.exchange.kernel_choice import kernel_for
+from scalecom_hvd.exchange.kernels.choice import kernel_for
 from scalecom_hvd.lanes import Lanes
 assert scalecom_hvd.__file__.startswith(sys.argv[1]), scalecom_hvd.__file__
 hvd.init()
@@ -150,7 +150,7 @@ assert np.count_nonzero(averages["weight"]) == 500
 SIMULATION = """
 import torch
 from scalecom_hvd.exchange import Simulation
-from scalecom_hvd.exchange.kernel_choice import kernel_for
+from scalecom_hvd.exchange.kernels.choice import kernel_for
 from scalecom_hvd.lanes import Lanes
 make = lambda rank: {"weight": torch.nn.Parameter(torch.zeros(50, 100))}
 simulation = Simulation(2, make, rate=10, dense=[], warmup_steps=0)

@@ -20,7 +20,7 @@ from oracles.local_steps import LocalStepsReference, nesterov
 
 from scalecom_hvd.exchange.background_thread import wait_for_kept
 from scalecom_hvd.exchange.bucket_step import BucketStep
-from scalecom_hvd.exchange.kernels import positions_of
+from scalecom_hvd.exchange.kernels.base import positions_of
 from scalecom_hvd.schedule import Schedule
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,), "double": (700,)}

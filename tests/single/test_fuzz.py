@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from scalecom_hvd.exchange import kernels
+from scalecom_hvd.exchange.kernels import torch_kernel
 from scalecom_hvd.exchange.simulator import Simulation
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", 60))
@@ -169,7 +169,7 @@ class Training(RuleBasedStateMachine):
         self.runs = self.runs[-1:]
         run = self.runs[0]
         # Plain torch's kernel asks for a tensor's gradient after it has moved the tensors before.
-        place, name = choose([(run.collectives[rank], "all_reduce"), (kernels, "usable")])
+        place, name = choose([(run.collectives[rank], "all_reduce"), (torch_kernel, "usable")])
         whole = getattr(place, name)
 
         def failing(*arguments):

@@ -20,8 +20,10 @@ from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import finished
-from scalecom_hvd.exchange.kernel_choice import kernel_for
-from scalecom_hvd.exchange.kernels import NativeKernel, TensorSlot, TorchKernel, Wire
+from scalecom_hvd.exchange.kernels.base import TensorSlot, Wire
+from scalecom_hvd.exchange.kernels.choice import kernel_for
+from scalecom_hvd.exchange.kernels.native_kernel import NativeKernel
+from scalecom_hvd.exchange.kernels.torch_kernel import TorchKernel
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.integers import blocks_of, levels_of
 from scalecom_hvd.lanes import geometry
@@ -631,7 +633,7 @@ def test_without_a_library_there_is_one_warning(tmp_path):
     code = (
         "import logging, pathlib; logging.basicConfig(format='%(levelname)s %(message)s')\n"
         "import torch; from scalecom_hvd import native; from scalecom_hvd.lanes import Lanes\n"
-        "from scalecom_hvd.exchange.kernel_choice import kernel_for\n"
+        "from scalecom_hvd.exchange.kernels.choice import kernel_for\n"
         f"native.LIBRARY = pathlib.Path({str(tmp_path / '_lanes.so')!r})\n"
         "what = torch.device('cpu'), torch.float32, torch.float32, Lanes(900, 7)\n"
         "print({kernel_for(*what).__name__ for _ in range(5)})"

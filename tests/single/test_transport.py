@@ -487,7 +487,7 @@ sys.modules["horovod"] = sys.modules["tensorflow"] = None  # importing them is a
 import scalecom_hvd.exchange
 for package in (scalecom_hvd.exchange, scalecom_hvd.exchange.methods):
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        if module.name != "scalecom_hvd.exchange.triton_kernel":
+        if module.name != "scalecom_hvd.exchange.kernels.triton_kernel":
             importlib.import_module(module.name)
 print(sorted(name for name in sys.modules if name.startswith("scalecom_hvd.torch")))
 """

@@ -66,7 +66,7 @@ JITFunction.run = compile_only
 
 sys.path.insert(0, sys.argv[1])
 from test_kernels import DTYPES, all_moves, residue_dtype
-from scalecom_hvd.exchange.triton_kernel import TritonKernel
+from scalecom_hvd.exchange.kernels.triton_kernel import TritonKernel
 from scalecom_hvd.lanes import geometry
 
 for dtype in DTYPES:
@@ -126,7 +126,7 @@ def test_it_compiles_for_gpus_to_wide_moves_without_fused_multiply_adds_or_spill
 def test_it_is_not_imported_where_nobody_asks_for_it():
     code = (
         "import sys, torch, scalecom_hvd.ddp\n"
-        "from scalecom_hvd.exchange.kernel_choice import kernel_for\n"
+        "from scalecom_hvd.exchange.kernels.choice import kernel_for\n"
         "from scalecom_hvd.lanes import Lanes\n"
         "kernel_for(torch.device('cpu'), torch.float32, torch.float32, Lanes(900, 7))\n"
         "print('scalecom_hvd.triton' in sys.modules)"

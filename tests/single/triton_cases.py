@@ -20,14 +20,15 @@ from test_kernels import (
 
 from scalecom_hvd import triton as tiles
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.exchange import kernel_choice
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import finished
-from scalecom_hvd.exchange.kernel_choice import kernel_for
-from scalecom_hvd.exchange.kernels import TensorSlot, TorchKernel, Wire
+from scalecom_hvd.exchange.kernels import choice
+from scalecom_hvd.exchange.kernels.base import TensorSlot, Wire
+from scalecom_hvd.exchange.kernels.choice import kernel_for
+from scalecom_hvd.exchange.kernels.torch_kernel import TorchKernel
+from scalecom_hvd.exchange.kernels.triton_kernel import TritonKernel
 from scalecom_hvd.exchange.residue import Residues
-from scalecom_hvd.exchange.triton_kernel import TritonKernel
 from scalecom_hvd.integers import levels_of
 from scalecom_hvd.lanes import geometry
 
@@ -379,10 +380,10 @@ def test_no_move_waits_for_the_device(choose):
 @pytest.fixture
 def asks(monkeypatch):
     """Return a function that sets SCALECOM_KERNEL; clear the caches of earlier answers."""
-    kernel_choice._why_not_triton.cache_clear()
-    kernel_choice._warn.cache_clear()
+    choice._why_not_triton.cache_clear()
+    choice._warn.cache_clear()
     yield lambda name: monkeypatch.setenv("SCALECOM_KERNEL", name)
-    kernel_choice._why_not_triton.cache_clear()
+    choice._why_not_triton.cache_clear()
 
 
 def test_which_tensors_it_serves(asks):
@@ -406,8 +407,8 @@ def test_the_cpus_tensors_need_the_interpreter(asks, monkeypatch):
 
 
 def test_without_triton_plain_torch_serves_cuda_and_says_so(asks, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "scalecom_hvd.exchange.triton_kernel", None)
-    monkeypatch.delattr("scalecom_hvd.exchange.triton_kernel")
+    monkeypatch.setitem(sys.modules, "scalecom_hvd.exchange.kernels.triton_kernel", None)
+    monkeypatch.delattr("scalecom_hvd.exchange.kernels.triton_kernel")
     asks("")
     what = torch.device("cuda"), torch.float32, torch.float32, geometry(900, 7, "lanes")
     assert {kernel_for(*what) for _ in range(3)} == {TorchKernel}

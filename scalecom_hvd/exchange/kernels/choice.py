@@ -13,7 +13,9 @@ import os
 import torch
 
 from scalecom_hvd import native
-from scalecom_hvd.exchange.kernels import Kernel, NativeKernel, TorchKernel, dtype_name
+from scalecom_hvd.exchange.kernels.base import Kernel, dtype_name
+from scalecom_hvd.exchange.kernels.native_kernel import NativeKernel
+from scalecom_hvd.exchange.kernels.torch_kernel import TorchKernel
 from scalecom_hvd.lanes import Lanes
 
 log = logging.getLogger("scalecom_hvd")
@@ -67,7 +69,7 @@ def _asked() -> str:
 def _triton_kernel(device_type: str, required: bool) -> type[Kernel]:
     why_not = _why_not_triton(device_type)
     if why_not is None:
-        from scalecom_hvd.exchange.triton_kernel import TritonKernel
+        from scalecom_hvd.exchange.kernels.triton_kernel import TritonKernel
 
         return TritonKernel
     if required:
@@ -88,7 +90,7 @@ def _why_not_triton(device_type: str) -> str | None:
     Triton is imported only if it may be used.
     """
     try:
-        from scalecom_hvd.exchange import triton_kernel
+        from scalecom_hvd.exchange.kernels import triton_kernel
     except ImportError as error:
         return (
             f"triton cannot be imported ({error}): install the version that torch requires (pip "

@@ -17,7 +17,7 @@ import torch
 from scalecom_hvd.exchange.background_thread import wait_for_kept
 
 if TYPE_CHECKING:
-    from scalecom_hvd.exchange.local_steps import LocalSteps
+    from scalecom_hvd.exchange.local.local_steps import LocalSteps
 
 _alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
 

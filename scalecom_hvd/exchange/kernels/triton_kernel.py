@@ -1,8 +1,8 @@
-"""The Triton kernel (scalecom_hvd/triton) as a `Kernel` of kernels.py.
+"""The Triton kernel (scalecom_hvd/triton) as a `Kernel` of base.py.
 
 It is for CUDA tensors, and under TRITON_INTERPRET=1 for CPU tensors. Nothing here waits for the
 device: a step's addresses go there by one small asynchronous copy, and counts stay there.
-kernel_choice.py imports this module only if a tensor needs it, because this module imports triton.
+choice.py imports this module only if a tensor needs it, because this module imports triton.
 
 All launches go to the stream that is current on the tensors' device. If a caller uses one stream,
 as in autograd's hooks, it needs nothing more. If it uses several, it must let each move's stream
@@ -24,7 +24,7 @@ import triton.language as tl
 
 from scalecom_hvd import triton as tiles
 from scalecom_hvd.exchange.devices import uploaded
-from scalecom_hvd.exchange.kernels import Count, Taken, TensorSlot, Wire
+from scalecom_hvd.exchange.kernels.base import Count, Taken, TensorSlot, Wire
 from scalecom_hvd.integers import blocks_of
 from scalecom_hvd.lanes import LANES
 

@@ -42,23 +42,23 @@ from scalecom_hvd.agreement import FIRST_MEETING, Settings, compare_ranks
 from scalecom_hvd.bucket_layout import Stats
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.bucket_plan import Groups, Part
-from scalecom_hvd.exchange.changes import Clipping, Journey, cut_into_fragments
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.face import Options
 from scalecom_hvd.exchange.gradients import NotFinite, limit_of
-from scalecom_hvd.exchange.methods.base import Method
-from scalecom_hvd.exchange.new_gradients import digest
-from scalecom_hvd.exchange.outer_step import Outer, OuterStep
-from scalecom_hvd.exchange.own_parameters import OwnParameters
-from scalecom_hvd.exchange.rounds_agreement import (
+from scalecom_hvd.exchange.local.changes import Clipping, Journey, cut_into_fragments
+from scalecom_hvd.exchange.local.outer_step import Outer, OuterStep
+from scalecom_hvd.exchange.local.own_parameters import OwnParameters
+from scalecom_hvd.exchange.local.rounds_agreement import (
     Told,
     check_not_overwritten,
     check_same_start,
     check_same_steps,
     latest_ranks,
 )
-from scalecom_hvd.exchange.rounds_alive import collect_all, register
+from scalecom_hvd.exchange.local.rounds_alive import collect_all, register
+from scalecom_hvd.exchange.methods.base import Method
+from scalecom_hvd.exchange.new_gradients import digest
 from scalecom_hvd.exchange.run import Averager
 from scalecom_hvd.saved_state import Saved, check_local_steps, check_rounds
 from scalecom_hvd.schedule import Schedule

@@ -1,0 +1,86 @@
+"""The C kernel (native/lanes.c). Imports base and native."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from scalecom_hvd import native
+from scalecom_hvd.exchange.kernels.base import (
+    Taken,
+    TensorSlot,
+    Wire,
+    dtype_name,
+)
+
+
+class NativeKernel:
+    """The C kernel (native/lanes.c), for CPU tensors of lanes.
+
+    Each move is one call. It is made for all tensors or refused for all, and needs no Python.
+    """
+
+    def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None:
+        self._library = native.library()
+        self._slots = slots
+        self._table = np.zeros(len(slots), native.TENSOR)
+        for row, slot, dtype in zip(self._table, slots, grad_dtypes, strict=True):
+            lanes = slot.geometry
+            row["residue"], row["dtype"] = slot.residue.data_ptr(), native.DTYPES[dtype_name(dtype)]
+            row["numel"], row["k"] = lanes.numel, lanes.k
+            row["width"], row["rows"] = lanes.width, lanes.rows
+            row["offset_width"] = lanes.offset_dtype.itemsize
+            row["offsets_at"], row["values_at"] = slot.offsets_at, slot.values_at
+            row["levels"], row["scales_at"] = slot.levels, slot.scales_at
+        self._tensors = self._table.ctypes.data, len(slots)
+        self._grads: Sequence[torch.Tensor] = ()
+        self._scale = 1.0
+        self._taken: Taken | None = None
+
+    def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
+        self._table["grad"] = [grad.data_ptr() for grad in grads]
+        self._table["frozen"] = frozen
+        self._grads, self._scale = grads, scale
+        self._taken = None
+
+    def release(self) -> None:
+        self._grads, self._taken = (), None
+
+    def choose(self, extra: float, chosen: torch.Tensor) -> None:
+        self._library.scalecom_choose(*self._tensors, self._scale, extra, chosen.data_ptr())
+
+    def take_and_accumulate(
+        self, beta: float, extra: float, wire: Wire, chosen: torch.Tensor | None = None
+    ) -> int:
+        arguments = beta, self._scale, extra, *_addresses(wire)
+        to = None if chosen is None else chosen.data_ptr()
+        move = self._library.scalecom_take_and_accumulate
+        bad = native.checked(move(*self._tensors, *arguments, to))
+        self._taken = beta, wire
+        return bad
+
+    def scatter(
+        self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, averages: torch.Tensor
+    ) -> None:
+        grads = self._table["grad"].copy()
+        self._table["grad"] = [output.data_ptr() for output in outputs]
+        arguments = 1 / self._scale, offsets.data_ptr(), averages.data_ptr()
+        try:
+            native.checked(self._library.scalecom_scatter(*self._tensors, *arguments))
+        finally:
+            self._table["grad"] = grads
+
+    def roll_back(self, keep_gradients: bool = False, spared: Sequence[bool] = ()) -> None:
+        if self._taken is not None:
+            if spared:
+                self._table["frozen"] |= np.array(spared)
+            beta, wire = self._taken
+            arguments = beta, self._scale, *_addresses(wire), keep_gradients
+            native.checked(self._library.scalecom_roll_back(*self._tensors, *arguments))
+            self._taken = None
+
+
+def _addresses(wire: Wire) -> tuple[int, int]:
+    return wire.offsets.data_ptr(), wire.values.data_ptr()
