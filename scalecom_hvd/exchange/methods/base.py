@@ -159,7 +159,6 @@ class Method:
     # What follows from its settings.
 
     @property
-    @property
     def loss_scale(self) -> Callable[[], float | torch.Tensor]:
         """A function that returns the current loss scale. It may be set to a GradScaler too."""
         return self.scaling.read
