@@ -70,6 +70,9 @@ class Model(lightning.LightningModule):
         right = (self.layers(images).argmax(1) == labels).float().mean()
         self.log("accuracy", right, sync_dist=True)
 
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.test_step(batch, index)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
@@ -79,6 +82,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--checkpoint", help="where to write one")
     parser.add_argument("--resume", help="one to go on from")
+    parser.add_argument("--validate", action="store_true", help="also after every epoch")
     options = parser.parse_args()
 
     lightning.seed_everything(1)
@@ -99,10 +103,11 @@ def main() -> None:
     )
     loader = torch.utils.data.DataLoader(train, batch_size=32, shuffle=True)
     model = Model()
-    trainer.fit(model, loader, ckpt_path=options.resume)
+    looked_at = torch.utils.data.DataLoader(test, batch_size=180)
+    trainer.fit(model, loader, looked_at if options.validate else None, ckpt_path=options.resume)
     if options.checkpoint:
         trainer.save_checkpoint(options.checkpoint)
-    trainer.test(model, torch.utils.data.DataLoader(test, batch_size=180))
+    trainer.test(model, looked_at)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import subprocess
 
 import launch
 import pytest
+import torch
 from conftest import ROOT
 
 EXAMPLES = ROOT / "scripts" / "examples"
@@ -55,6 +56,16 @@ def test_they_go_on_as_if_they_had_not_been_stopped(torchrun, tmp_path, example)
     resumed = torchrun(example, "--epochs", 8, "--resume", tmp_path / "checkpoint")
     straight = torchrun(example, "--epochs", 8)
     assert accuracy_in(resumed) == accuracy_in(straight) > 0.9
+
+
+def test_validation_changes_nothing_in_lightning(torchrun, tmp_path):
+    """Lightning's wrapper stays in evaluation mode after the first validation."""
+    for name, options in {"without": (), "with": ("--validate",)}.items():
+        torchrun("train_lightning.py", *options, "--epochs", 3, "--checkpoint", tmp_path / name)
+    saved = [torch.load(tmp_path / name, weights_only=False) for name in ("with", "without")]
+    torch.testing.assert_close(*(each["state_dict"] for each in saved), rtol=0, atol=0)
+    residues = [[own["residues"] for own in each["scalecom"]] for each in saved]
+    torch.testing.assert_close(*residues, rtol=0, atol=0)
 
 
 def test_a_folder_of_pictures(run, torchrun, tmp_path):
