@@ -318,7 +318,7 @@ class BucketStep:
     @property
     def kind(self) -> str:
         """A word for what `fill` gives, for the names of collectives."""
-        return "whole" if self.whole else "values" if self._in_place else "dense"
+        return "whole" if self.whole else "values" if self._apart is None else "dense"
 
     @property
     def flags(self) -> torch.Tensor | None:

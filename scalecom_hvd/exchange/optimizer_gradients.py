@@ -267,6 +267,9 @@ class OptimizerGradients(StartsAlike):
             changed = self._news.changed()
         if self._node is None and changed and not self.exchange.holds_gradients:
             # Gradients are exchanged as they are now. Only sparse gradients travel already.
+            for name in changed:
+                if name not in self._sparse:
+                    self.ready(self._own[name])  # it may be another tensor
             changed = [name for name in changed if name in self._sparse]
         if changed:
             self.exchange.keep_gradients()

@@ -26,7 +26,7 @@ def test_horovod_says_what_it_waits_for(launched):
         "mpirun", 2, [WORKER, "late", 12], limit=60, HOROVOD_STALL_CHECK_TIME_SECONDS="3"
     )
     assert "everything is as if it had not" in output
-    assert re.search(r"1: \[.*scalecom\.1\.agreement\.signal\b", output)  # perhaps with others
+    assert re.search(r"1: \[.*scalecom\.1\.agreement\.header\b", output)  # perhaps with others
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
