@@ -276,7 +276,7 @@ class ProcessGroupCollectives:
 
     def channel(self) -> ProcessGroupCollectives:
         """The same ranks, in a group of their own."""
-        channel = object.__new__(ProcessGroupCollectives)
+        channel = object.__new__(type(self))
         vars(channel).update(vars(self))
         channel._begin(f"{self._name}/{self._channels}")
         self._channels += 1

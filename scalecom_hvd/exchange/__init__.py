@@ -14,6 +14,7 @@ except ModuleNotFoundError as _error:
 from scalecom_hvd.agreement import Numbers
 from scalecom_hvd.exchange.collectives import CollectiveError, Collectives, Wait, Work
 from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.face import Face, Options
 from scalecom_hvd.exchange.flops import rates_from_flops
 from scalecom_hvd.exchange.local.local_steps import LocalSteps
 from scalecom_hvd.exchange.local.recipes import diloco, sparseloco
@@ -39,12 +40,14 @@ __all__ = [
     "CollectiveError",
     "Collectives",
     "Exchange",
+    "Face",
     "GTopK",
     "GlobalTopK",
     "LocalSteps",
     "LocalTopK",
     "Method",
     "Numbers",
+    "Options",
     "Quantiser",
     "RandomK",
     "ScaleCom",

@@ -289,8 +289,9 @@ class BucketStep:
     def will_overwrite(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of memory that the next step writes to."""
         own = [] if self._apart is None else [self._apart.flat, self._apart.average]
+        own += [*self.grads.values(), *(tensor.residue for tensor in self.tensors)]
         address = tensor.untyped_storage().data_ptr()
-        return any(t.untyped_storage().data_ptr() == address for t in [*own, *self.grads.values()])
+        return any(other.untyped_storage().data_ptr() == address for other in own)
 
     # What is all-reduced, and whether the step counts.
 
@@ -364,9 +365,13 @@ class BucketStep:
             return self._apart.averages
         return [slot.values(self._received[1]) for slot in self._bucket.slots]
 
-    def norms(self) -> tuple[float, float]:
-        """The norms of residues and of this step's gradients, in residues' units. Reads all."""
-        return norm([tensor.residue for tensor in self.tensors]), norm(self._own_grads) * self.scale
+    def residue_norm(self) -> float:
+        """The norm of the residues. Reads all."""
+        return norm([tensor.residue for tensor in self.tensors])
+
+    def gradient_norm(self) -> float:
+        """The norm of this step's gradients in residues' units, before the step is committed."""
+        return norm(self._own_grads) * self.scale
 
     # How it ends.
 

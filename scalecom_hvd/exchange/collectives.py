@@ -66,7 +66,8 @@ class Collectives(Protocol):
 
     When a rank fails, the `wait` of all others must raise an error, such as CollectiveError.
     Otherwise they would wait for ever. The transport itself decides on a time limit for ranks that
-    hang. It also decides how it ends, after the last step on all ranks.
+    hang. It also decides how it ends, after the last step on all ranks. (One that wraps
+    ProcessGroupCollectives calls its `end_with(optimizer)`.)
 
     Attributes:
         spins: whether waiting may keep a core busy. The exchange sets it, and it is False before

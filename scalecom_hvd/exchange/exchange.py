@@ -83,9 +83,6 @@ class Exchange(Averager):
         streams: the streams on which the exchange works.
         unused: warns of averages that no optimizer's step uses.
 
-    Raises:
-        ValueError, TypeError: see Run.begin.
-
     Example:
         >>> exchange = Exchange({"w": torch.zeros(100, 100)}, ScaleCom(), collectives)
         >>> exchange.ready("w", gradient.view(-1))
@@ -124,8 +121,7 @@ class Exchange(Averager):
         self._thread = BackgroundThread(self, self._go_on)
         self._failure: BaseException | None = None
         self._finishing = False
-        # The step about which ranks must still compare what they saw. None: there is no such step.
-        self._look_at: int | None = None
+        self._look_at: int | None = None  # the step that ranks must still compare
         self.agreed = False
         self._channels: list[Collectives] = []
         self._waves = Waves([], self._channels, self._bucket_step)
@@ -169,6 +165,8 @@ class Exchange(Averager):
             self._advance()
 
     def _report(self, name: str, gradient: Gradient) -> None:
+        if name not in self._like:
+            raise ValueError(f"the exchange has no tensor {name!r}, so it cannot average it")
         self.notice_restart()
         if not self._arrived:
             self._begin_step()
@@ -369,7 +367,8 @@ class Exchange(Averager):
             self._unscaling.now()
         self._whole = self._must_send_whole()
         self._numbers.begin()
-        if self.unused is not None:
+        # Other optimizers than torch's, which no method mixes, are not seen stepping.
+        if self.unused is not None and self._method.quasi_hyperbolic is not None:
             self.unused.begin()
 
     def _must_send_whole(self) -> bool:
@@ -421,7 +420,7 @@ class Exchange(Averager):
     def _finish(self) -> dict[str, torch.Tensor]:
         """Submit what is left, wait for everything, and commit the step, or roll it back."""
         if not self._arrived:
-            raise RuntimeError("averages were asked for before gradients came: this is a bug")
+            raise RuntimeError("finish() was called before any gradient was reported by ready()")
         if not self.agreed:
             self._agree()
         part = self._part()
@@ -473,10 +472,12 @@ class Exchange(Averager):
 
     def _commit(self, part: Sequence[Progress], unused: set[str], ends: bool) -> None:
         steps = [progress.step for progress in part]
-        if self.residues.norms_due() and not self._whole:
-            self._norms |= {step.number: step.norms() for step in steps if step.compressed}
+        due = self.residues.norms_due() and not self._whole
+        grads = {step.number: step.gradient_norm() for step in steps if due and step.compressed}
         for step in steps:
             step.commit(unused.intersection(step.names))
+            if step.number in grads:
+                self._norms[step.number] = step.residue_norm(), grads[step.number]
         self._method.run.take_state([each.keep_state() for each in part if each.new_state])
         looks = self._looks()
         if looks:
@@ -486,7 +487,7 @@ class Exchange(Averager):
 
     def _end_step(self, looks: bool) -> None:
         """End the step. Each of its parts was committed, or was skipped."""
-        # If a part was skipped, or ranks agreed anew since, the norms are not those of all buckets.
+        # If a part was skipped, the norms are not those of all buckets.
         if self._norms and len(self._norms) == sum(bool(b.compressed) for b in self.buckets):
             self.residues.look(list(self._norms.values()))
         self._norms = {}

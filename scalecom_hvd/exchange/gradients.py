@@ -85,7 +85,8 @@ def check_sizes(grads: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tens
                 f"parameter had {own.numel()} on {own.device} when the optimizer was made. Make "
                 "the DistributedOptimizer after the model has its final shapes and is on its device"
             )
-        assert grad.is_contiguous(), "gradients must be flat and contiguous here"
+        if not grad.is_contiguous():
+            raise RuntimeError(f"the gradient of {name} is not contiguous: give .contiguous()")
 
 
 def check_finite_gradients(parameters: Sequence[torch.Tensor], result: object = None) -> None:

@@ -1,8 +1,8 @@
 """Residues: one per compressed tensor.
 
 `CompressedTensor` is one tensor's residue with its lanes. `Residues` holds all residues of one
-optimizer, and the number of steps. What a step does to them is in bucket.py. run.py saves and loads
-them.
+optimizer, and the number of steps. What a step does to them is in bucket_step.py. run.py saves and
+loads them.
 Imports kernels/choice and the framework-free rooms.
 """
 

@@ -398,7 +398,7 @@ class PerTensor(Averager):
     def _count_step(self, seen: Mapping[str, BucketStep]) -> None:
         residues = self._residues
         if residues.norms_due() and not self._whole:
-            residues.look([step.norms() for step in seen.values()])
+            residues.look([(step.residue_norm(), step.gradient_norm()) for step in seen.values()])
         last_whole = self._whole and residues.step + 1 >= residues.config.warmup_steps
         if last_whole and self._chooses():
             for step in seen.values():

@@ -12,6 +12,7 @@ from models import assert_groups_go, same_on_all_ranks
 from torch import nn
 
 from scalecom_hvd.ddp import DistributedOptimizer, ScaleCom, broadcast_parameters
+from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives
 
 ALL = {"dense": (), "warmup_steps": 0, "min_numel": 2}
 
@@ -207,3 +208,19 @@ def test_a_rank_says_for_what_it_waits(monkeypatch, caplog):
         assert any("for other ranks to submit scalecom." in message for message in told)
         assert all("step them in the same order" in message for message in told)
     assert same_on_all_ranks(model.parameters())
+
+
+def test_channels_of_a_transport_of_ones_own_are_like_it():
+    class Counting(ProcessGroupCollectives):
+        counted = []
+
+        def all_reduce(self, buffer, name):
+            self.counted.append(name)
+            return super().all_reduce(buffer, name)
+
+    model, optimizer = make(collectives=Counting())
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    assert any("values" in name for name in Counting.counted)

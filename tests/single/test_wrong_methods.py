@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from scalecom_hvd.exchange import Method, Quantiser, ScaleCom, Simulation
+from scalecom_hvd.exchange import LocalTopK, Method, Quantiser, ScaleCom, Simulation
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 
@@ -167,6 +167,13 @@ class StateThatIsAView(Right):
         return dataclasses.replace(state, tensors={"a": {"sent": bucket.parts[0]}})
 
 
+class StateThatIsTheResidue(Right):
+    def next_state(self, bucket, state, places):
+        (tensor,) = bucket.tensors
+        own = {tensor.name: {"sent": tensor.residue}}
+        return dataclasses.replace(state, tensors=own)
+
+
 class AnotherMethodState(Right):
     def next_state(self, bucket, state, places):
         return dataclasses.replace(state, method={"count": 1})
@@ -193,6 +200,7 @@ WRONG = {
     StateOfAnotherShape: (ValueError, r"'sent' of a became \(150,\), torch.int64"),
     StateOfNoTensor: (ValueError, "'sent' of a must be a tensor, not 3.0"),
     StateOfAnotherTensor: (ValueError, "as the state of 'b', but init.* gave None"),
+    StateThatIsTheResidue: (ValueError, "is a view of the bucket's.*clone it"),
     StateThatIsAView: (ValueError, "is a view of the bucket's accumulators.*clone it"),
     AnotherMethodState: (ValueError, r"returned \['count'\] for the whole method"),
 }
@@ -288,3 +296,18 @@ def test_a_method_that_does_not_take_few_bits_has_them_refused():
     with pytest.raises(ValueError, match="bits means nothing to Right"):
         make(bits=3)
     assert make(bits=32).compressors[0].config.rate == 100
+
+
+@pytest.mark.parametrize("method", [ScaleCom, LocalTopK])
+def test_what_waits_is_compared_with_gradients_in_every_form(method):
+    """The norms of residues are those after the step, whichever moves the method makes."""
+    make = lambda rank: {"one": torch.nn.Parameter(torch.zeros(50, 100))}  # noqa: E731
+    simulation = Simulation(2, make, compression=method, dense=[], min_numel=0)
+    simulation.step([{"one": torch.randn(50, 100)} for _ in range(2)])
+    assert simulation.compressors[0].stats()["residue_ratio"] > 0.1
+
+
+def test_what_is_open_is_settled_before_a_method_serves():
+    simulation = Simulation(2, lambda rank: {"one": torch.nn.Parameter(torch.zeros(50, 100))})
+    with pytest.raises(RuntimeError, match="before the method serves"):
+        simulation.compressors[0].settle(every_step=True)

@@ -1,8 +1,8 @@
 """What a method is: a class with one generator, `step`, that averages one bucket's gradients.
 
-A new method is one new file with a subclass of `Method`. Its `step` is given the bucket (for its
-moves, see bucket.py), the collectives of this bucket, and the method's own state. It yields what it
-waits for. What the bucket was told is committed or rolled back with the step, and so is the state.
+A new method is one new file with a subclass of `Method`. Its `step` is given the bucket's step (see
+bucket_step.py), the collectives of this bucket, and the method's own state. It yields what it waits
+for. What the bucket was told is committed or rolled back with the step, and so is the state.
 Users pass a `Method` as `compression=`. It holds settings; its run holds residues and states
 (run.py).
 
@@ -105,7 +105,7 @@ class Method:
     ) -> Step[State | None]:
         """Average a bucket's compressed tensors over ranks.
 
-        Tell the bucket what it sends and what it receives (see bucket.py). Every rank must receive
+        Tell the bucket what it sends and what it receives (bucket_step.py). Every rank must receive
         the same. Yield what must be waited for: `yield from` does so for moves and collectives.
         What is not sent stays in the residue. A step may still be skipped, so change nothing but
         the bucket.
@@ -174,6 +174,8 @@ class Method:
             every_step: whether every step of the optimizer averages gradients. Only then is its
                 momentum made quasi-hyperbolic.
         """
+        if self.run.averager is not None:
+            raise RuntimeError("settle() comes before the method serves an exchange")
         config = self.config.replace(**dict.fromkeys(self._open))
         self.config = self.run.residues.config = self._resolved(config, every_step)
 
