@@ -155,17 +155,17 @@ class ScaleComState:
         options = Options(drops_unused=drops, zeros_count=False)
         if mesh is not None:
             collectives, ranks = peers_of(mesh, devices), ranks_of_node(mesh, devices)
+            collectives.end_with(self)
             ranks.end_with(self)
             self._in_node = NodeExchange(
                 parameters, self.compression, collectives, Node(ranks), options
             )
             self._exchange = self._in_node.exchange
         else:
-            own = ProcessGroupCollectives(process_group, devices=devices)
-            collectives = own if collectives is None else collectives
+            if collectives is None:
+                collectives = ProcessGroupCollectives(process_group, devices=devices)
+                collectives.end_with(self)
             self._exchange = Exchange(parameters, self.compression, collectives, options)
-        if isinstance(collectives, ProcessGroupCollectives):
-            collectives.end_with(self)
         self.compression.mix_momentum(parameters, collectives, by_hook=True)
         self._alone = collectives.size == 1
         self._names = parameters

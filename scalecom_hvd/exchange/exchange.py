@@ -83,6 +83,9 @@ class Exchange(Averager):
         streams: the streams on which the exchange works.
         unused: warns of averages that no optimizer's step uses.
 
+    Raises:
+        ValueError, TypeError: see Run.begin.
+
     Example:
         >>> exchange = Exchange({"w": torch.zeros(100, 100)}, ScaleCom(), collectives)
         >>> exchange.ready("w", gradient.view(-1))
@@ -413,9 +416,8 @@ class Exchange(Averager):
 
     def leader_at(self, step: int, bucket: int) -> int:
         """The position of the rank that chooses for a bucket in a step."""
-        return leader(
-            step, bucket, self.collectives.size, self.residues.config.leader == "staggered"
-        )
+        is_staggered = self.residues.config.leader == "staggered"
+        return leader(step, bucket, self.collectives.size, is_staggered)
 
     def _finish(self) -> dict[str, torch.Tensor]:
         """Submit what is left, wait for everything, and commit the step, or roll it back."""
@@ -436,7 +438,6 @@ class Exchange(Averager):
             counts = self.node.counts(counts, self.residues.step)
         self.has_sent = counts and not self._whole
         self._commit(part, unused, ends) if counts else self._roll_back(part)
-        # The bucket's steps end, and with them the exchange's.
         averages = {name: average for each in part for name, average in each.end().items()}
         self._arrived = Reported(self._like)
         if self.unused is not None:
@@ -542,8 +543,7 @@ class Exchange(Averager):
     def _agree(self) -> None:
         """Compare what all ranks were started with, and agree on buckets, names and the step.
 
-        Raises:
-            RuntimeError: something differs. It is raised on every rank.
+        If something differs, RuntimeError is raised on every rank.
         """
         residues, groups = self.residues, self._options.groups
         everyone = self._method.run.agree(

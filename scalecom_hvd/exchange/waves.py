@@ -15,7 +15,7 @@ Why there are waves: if a rank got far while gradients arrived, some of its chan
 their second bucket. Which channels these are differs from rank to rank. If a rank waited for such a
 bucket before it ended the first wave, it could wait for a rank that waits for it.
 
-Imports bucket, collectives, devices and methods/state.
+Imports bucket_step, collectives and methods/state.
 """
 
 from __future__ import annotations

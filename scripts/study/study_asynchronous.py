@@ -132,17 +132,14 @@ class AsynchronousSteps:
     @torch.no_grad()
     def _synchronise(self, due: Sequence[int]) -> None:
         mine = self._position in due
-        changes: dict[str, torch.Tensor | None] = {}
-        for name, x in self.common.items():
-            parameter = self._parameters[name]
-            change = self._starts[name].to(parameter.dtype).to(x.dtype) - parameter
-            changes[name] = change if mine else None
         self.exchange.senders = due
-        for name in reversed(self.common):
+        for name, x in reversed(self.common.items()):
+            parameter, flat = self._parameters[name], None
+            if mine:
+                change = self._starts[name].to(parameter.dtype).to(x.dtype) - parameter
+                flat = change.view(-1)
             # A frozen tensor sends nothing, and its residue stays as it is.
-            trained = mine and self._parameters[name].requires_grad
-            flat = changes[name].view(-1) if mine else None
-            self.exchange.ready(name, flat, trained)
+            self.exchange.ready(name, flat, mine and parameter.requires_grad)
         averages = self.exchange.finish()
         for name, x in self.common.items():
             x.sub_(averages[name].view(x.shape))
