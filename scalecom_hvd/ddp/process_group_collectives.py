@@ -191,7 +191,7 @@ class ProcessGroupCollectives:
     Args:
         group: default: all ranks.
         sums: whether `all_reduce` gives sums.
-        devices: where the tensors are.
+        devices: where the tensors are. Those on the CPU need not be named.
 
     Raises:
         ValueError: torch.distributed was not started, or has no backend for a device.
@@ -215,7 +215,8 @@ class ProcessGroupCollectives:
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         self.size, self.position = len(ranks), dist.get_rank(group)
         self._sums = sums
-        self._backends = {device.type: _backend_for(device, group) for device in devices}
+        self._backends = {"cpu": "gloo"}
+        self._backends |= {device.type: _backend_for(device, group) for device in devices}
         self._timeout = _timeout_of(group, self._backends)
         self.is_ordered = any(name != "gloo" for name in self._backends.values())
         self._name = f"scalecom/{'-'.join(map(str, ranks))}/{_made[ranks]}"
@@ -236,7 +237,12 @@ class ProcessGroupCollectives:
 
     def _group_for(self, tensor: torch.Tensor) -> Any:
         """The group in which a tensor travels. All ranks must ask for groups in the same order."""
-        backend = self._backends.get(tensor.device.type, "gloo")
+        backend = self._backends.get(tensor.device.type)
+        if backend is None:
+            raise ValueError(
+                f"a tensor is on {tensor.device}, but these collectives were made without "
+                "devices=[...] of that kind"
+            )
         if backend not in self._groups:
             store = dist.PrefixStore(f"{self._name_of_groups}/{backend}", self._store)
             rest = store, self.position, self.size, self._timeout

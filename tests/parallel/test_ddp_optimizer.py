@@ -218,7 +218,8 @@ def test_channels_of_a_transport_of_ones_own_are_like_it():
             self.counted.append(name)
             return super().all_reduce(buffer, name)
 
-    model, optimizer = make(collectives=Counting())
+    model = nn.Linear(60, 60)
+    _, optimizer = make(model=model, collectives=Counting(devices=[model.weight.device]))
     for step in range(2):
         optimizer.zero_grad()
         backward(model, step)
