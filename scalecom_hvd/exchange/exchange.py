@@ -151,8 +151,9 @@ class Exchange(Averager):
             trained: whether its parameter is trained.
 
         Raises:
-            RuntimeError: a gradient has another size than its tensor had, or something has failed
-                on the background thread meanwhile. The step is rolled back.
+            ValueError: the exchange has no such tensor.
+            RuntimeError: it was reported in this step already, it has another size than its tensor
+                had, or something has failed on the background thread. The step is rolled back.
         """
         with self.entered(joins=False):
             self._report(name, Gradient(flat, trained))
@@ -171,6 +172,8 @@ class Exchange(Averager):
         if name not in self._like:
             raise ValueError(f"the exchange has no tensor {name!r}, so it cannot average it")
         self.notice_restart()
+        if self.agreed and name in self._arrived:
+            raise RuntimeError(f"{name!r} was reported twice before finish()")
         if not self._arrived:
             self._begin_step()
         self._arrived[name] = gradient
@@ -206,8 +209,8 @@ class Exchange(Averager):
         return averages
 
     def _looks(self) -> bool:
-        due = self._sampler is not None and self._sampler.due(self.residues.step)
-        return due and not self._whole
+        is_watched = self._sampler is not None and not self._whole
+        return is_watched and self._sampler.due(self.residues.step)
 
     def look(self, all_are_here: bool = True) -> None:
         """Let ranks compare what they saw of the step that `finish` ended, if that is due.
@@ -453,8 +456,7 @@ class Exchange(Averager):
         """
         sound = [step.is_sound() for step in steps]
         sound += [values.isfinite().all() for values in self._face.average_others()]
-        told = [(step.names, step.flags) for step in steps]
-        told = [(names, flags) for names, flags in told if flags is not None]
+        told = [(step.names, step.flags) for step in steps if step.flags is not None]
         # Here the host waits for its devices.
         known = on_host([*sound, *(flags for _, flags in told)])
         unused = {
@@ -561,19 +563,17 @@ class Exchange(Averager):
             },
         )
         self._method.run.compare_states([other["state"] for other in everyone])
-        self._elsewhere = {name for other in everyone for name in other["elsewhere"]}
+        elsewhere = self._elsewhere = {n for other in everyone for n in other["elsewhere"]}
         self._whole = self._must_send_whole()  # the step began before this was known
         arrived, loaded = everyone[0]["arrived"], everyone[0]["buckets"]
-        plan = plan_buckets(
-            self._like, residues, arrived, groups, loaded, elsewhere=self._elsewhere
-        )
+        plan = plan_buckets(self._like, residues, arrived, groups, loaded, elsewhere=elsewhere)
         # Ranks may use different devices, but the same tensors must share a device on all ranks.
         plans = gather_objects(self.collectives, {"buckets": plan}, "agreement.buckets")
         compare_ranks(plans, ("buckets",))
         channels = (1 if self.collectives.is_ordered else min(len(plan), MOST_CHANNELS)) + 1
         if min(other["channels"] for other in everyone) < channels:
             self._channels = [self.collectives.channel() for _ in range(channels)]
-        self._face.hear(everyone, self._elsewhere)
+        self._face.hear(everyone, elsewhere)
         self._make_buckets(plan)
         residues.note_ranks(self.collectives.size, self.collectives.position)
         self.agreed = True

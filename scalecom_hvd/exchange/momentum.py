@@ -48,6 +48,9 @@ NOTHING_EXCHANGED = (
     "DistributedDataParallel wraps the model, call model.register_comm_hook(state, scalecom_hook)"
 )
 
+Kept = Mapping[str, Any]
+"""What an optimizer keeps: a group's settings, or a parameter's state."""
+
 Size = float | torch.Tensor
 """a: how many times a gradient a momentum is, if all gradients are equal."""
 
@@ -63,17 +66,17 @@ class Momentum:
     """
 
     key: str
-    size: Callable[[Mapping[str, Any], Mapping[str, Any], int], Size]
+    size: Callable[[Kept, Kept, int], Size]
 
 
-def _of_sgd(group: Mapping[str, Any], state: Mapping[str, Any], steps: int) -> Size:
+def _of_sgd(group: Kept, state: Kept, steps: int) -> Size:
     """SGD begins with g, and then b <- mu * b + (1 - dampening) * g."""
     mu, own = float(group["momentum"]), 1 - float(group["dampening"])
     begun = mu ** max(steps - 1, 0)
     return begun + own * (1 - begun) / (1 - mu) if mu < 1 else 0.0
 
 
-def _of_adam(group: Mapping[str, Any], state: Mapping[str, Any], steps: int) -> Size:
+def _of_adam(group: Kept, state: Kept, steps: int) -> Size:
     """Adam averages from zero on, b <- b1 * b + (1 - b1) * g, and counts its steps."""
     counted = state.get("step", group.get("step", steps))
     if isinstance(counted, torch.Tensor) and counted.device.type == "cpu":
@@ -81,11 +84,11 @@ def _of_adam(group: Mapping[str, Any], state: Mapping[str, Any], steps: int) -> 
     return 1 - float(group["betas"][0]) ** counted
 
 
-def _of_lion(group: Mapping[str, Any], state: Mapping[str, Any], steps: int) -> Size:
+def _of_lion(group: Kept, state: Kept, steps: int) -> Size:
     return 1 - float(group["betas"][1]) ** steps
 
 
-def _of_muon(group: Mapping[str, Any], state: Mapping[str, Any], steps: int) -> Size:
+def _of_muon(group: Kept, state: Kept, steps: int) -> Size:
     return 1 - float(group["momentum"]) ** steps
 
 
@@ -175,9 +178,7 @@ class QuasiHyperbolic:
             self._by_hook = False  # said once
             log.warning(NOTHING_EXCHANGED, UNUSED)
 
-    def _momentum_of(
-        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> Momentum | None:
+    def _momentum_of(self, optimizer: torch.optim.Optimizer, state: Kept) -> Momentum | None:
         names = [kind.__name__ for kind in type(optimizer).__mro__]
         known = next((MOMENTA[name] for name in names if name in MOMENTA), None)
         has_one = not {"exp_avg", "momentum_buffer"}.isdisjoint(state)
@@ -192,8 +193,8 @@ class _Mix:
     """One parameter's momentum in one step of its optimizer."""
 
     parameter: torch.Tensor
-    group: Mapping[str, Any]
-    state: Mapping[str, Any]
+    group: Kept
+    state: Kept
     momentum: Momentum
     kappa: float
     step: int
@@ -312,7 +313,7 @@ def _before_step(
     return (first, closed, *rest[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
 
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     _averaging.discard(optimizer)
     mixes = _begun.pop(optimizer, None)
     if mixes:

@@ -11,7 +11,7 @@ which all ranks call equally often, each rank tells all others whether it has ne
 (optimizer_gradients.py). If no rank has, ranks compare what their scripts have in p.grad
 (`came_by_hand`).
 
-Imports collectives, gradients and unused_averages.
+Imports collectives, face, gradients and unused_averages.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.utils.weak import TensorWeakRef
 
 from scalecom_hvd.agreement import FIRST_MEETING, Names, compare_ranks
 from scalecom_hvd.exchange.collectives import Collectives, Work, gather_objects
+from scalecom_hvd.exchange.face import Told
 from scalecom_hvd.exchange.gradients import (
     any_of,
     as_bytes,
@@ -146,7 +147,7 @@ class NewGradients:
         Waits for the gradients' devices, once per device and dtype.
         """
         found = [n for n, mark in self._marks.items() if not mark.fits(self._parameters[n])]
-        samples: dict[Any, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
+        samples: dict[object, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
         for name in self._marks.keys() - set(found):
             then, now = self._marks[name].sample, sample_of(self._parameters[name].grad)
             if then is not None and now is not None:
@@ -323,7 +324,7 @@ def freshness(parameters: Mapping[str, torch.Tensor]) -> set[str]:
     return fresh
 
 
-def check_same_parameters(everyone: Sequence[Mapping[str, Any]]) -> None:
+def check_same_parameters(everyone: Sequence[Told]) -> None:
     """Raise RuntimeError, on all ranks, unless they told the same digest of their parameters."""
     digests = [other["parameters"] for other in everyone]
     if None not in digests and len(set(digests)) > 1:

@@ -29,6 +29,7 @@ from scalecom_hvd.agreement import (
     digest_of,
 )
 from scalecom_hvd.bucket_layout import Stats
+from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
 from scalecom_hvd.exchange.gradients import as_bytes
@@ -124,6 +125,7 @@ class Run:
 
     Args:
         method: the method that has this run.
+        config: its settings, resolved.
 
     Attributes:
         residues: of all compressed tensors, with the number of steps.
@@ -132,9 +134,9 @@ class Run:
         averager: what makes the steps. None: there is no optimizer yet.
     """
 
-    def __init__(self, method: Method) -> None:
+    def __init__(self, method: Method, config: ScaleComConfig) -> None:
         self._method = method
-        self.residues = Residues(method.config)
+        self.residues = Residues(config)
         self.tensor_states: dict[str, dict[str, torch.Tensor]] = {}
         self.method_state: dict[str, Any] = {}
         self.averager: Averager | None = None
@@ -165,10 +167,7 @@ class Run:
         state = self._loaded
         try:
             if state is not None:
-                self._check(state)
-                averager.check_state(state)
-                check_shard(state, shard_of(averager))
-                _note_rank(state, averager.collectives)
+                self._check(state, averager)
             if self._method.diagnostics is not None:
                 averager.watch(self._method.diagnostics)
             self.residues.synchronisations_in = averager.synchronisations_in
@@ -177,8 +176,7 @@ class Run:
                 self.begin_state_anew()
             else:
                 self._check_fits(state)
-                self._take_up(state)
-                averager.load_state_dict(state)
+                self._take_up(state, averager)
         except BaseException:
             self.release()
             raise
@@ -228,7 +226,7 @@ class Run:
         state: dict[str, Any] = {
             "version": STATE_VERSION,
             "step": residues.step,
-            "config": self._method.config.to_dict(),
+            "config": self.residues.config.to_dict(),
             "settings": self._method.settings,
             "residues": {name: t.residue.view(t.shape) for name, t in residues.tensors.items()},
             "norms": residues.health.norms,
@@ -249,37 +247,36 @@ class Run:
             saved = state.get("config", {})
             # Until there was nu, "step_ahead" said whether beta was 1 by default.
             self._method.settle(every_step=bool(saved.get("step_ahead", saved.get("nu") != 1)))
-        residues, config = self.residues, self._method.config
-        self._check(state)
-        state = without_choice(state, config)
-        norms = norms_of(state)
+        residues = self.residues
+        self._check(state, self.averager)
+        state = without_choice(state, residues.config)
         check_finite({name: bool(r.isfinite().all()) for name, r in state["residues"].items()})
         if self.averager is not None:
-            self.averager.check_state(state)
-            check_shard(state, shard_of(self.averager))
-            _note_rank(state, self.averager.collectives)
             self._check_fits(state)
-        residues.step = int(state["step"])
-        residues.health.norms = norms
+        residues.step, residues.health.norms = int(state["step"]), norms_of(state)
         residues.ranks, residues.rank = state.get("ranks"), state.get("rank")
         self._loaded_from = (residues.ranks, residues.rank) if state["residues"] else (None, None)
         # If buckets of another size are asked for, those of the state are not taken over.
-        as_saved = state["config"]["bucket_bytes"] == config.bucket_bytes
+        as_saved = state["config"]["bucket_bytes"] == residues.config.bucket_bytes
         residues.buckets = state.get("buckets") if as_saved else None
         if self.averager is None:
             self._loaded = state
         else:
-            self._take_up(state)
+            self._take_up(state, self.averager)
             self.averager.agree_anew()
-            self.averager.load_state_dict(state)
 
-    def _check(self, state: Saved) -> None:
-        """Raise ValueError if a state has another version, or other settings."""
-        config = self._method.config
+    def _check(self, state: Saved, averager: Averager | None) -> None:
+        """Raise ValueError if a state has another version, other settings, or another face."""
+        config = self.residues.config
         if "config" in state and not state.get("residues", True):
             # It was saved before there was an optimizer, when nothing said what beta is.
             state = {**state, "config": {**state["config"], "beta": config.beta}}
         check_state(state, config, self._method.settings)
+        norms_of(state)  # raises, if they are damaged
+        if averager is not None:
+            averager.check_state(state)
+            check_shard(state, shard_of(averager))
+            _note_rank(state, averager.collectives)
 
     def _complete(self, complaint: str) -> None:
         if self.averager is not None:
@@ -355,8 +352,8 @@ class Run:
                 f"another version of {type(self._method).__name__}"
             )
 
-    def _take_up(self, state: Saved) -> None:
-        """Begin with this saved state. What it lacks begins anew."""
+    def _take_up(self, state: Saved, averager: Averager) -> None:
+        """Begin with this saved state, which fits. What it lacks begins anew."""
         for name, tensor in self.residues.tensors.items():
             if state["residues"]:
                 tensor.residue.copy_(state["residues"][name].reshape(-1))
@@ -373,6 +370,7 @@ class Run:
             first = self.method_state[what]
             is_tensor = isinstance(first, torch.Tensor)
             self.method_state[what] = value.to(first, copy=True) if is_tensor else value
+        averager.load_state_dict(state)
 
     def begin_state_anew(self) -> None:
         """Set all state of the method to what it is at the start."""
@@ -434,7 +432,8 @@ class Run:
         Raises:
             RuntimeError: on all ranks, if something differs.
         """
-        config, tensors = self._method.config.to_dict(), describe_tensors(parameters, self.residues)
+        config = self.residues.config.to_dict()
+        tensors = describe_tensors(parameters, self.residues)
         compared = {**describe(config, settings, tensors), **topics}
         mine = compared | {
             "name": names.claim(),

@@ -9,7 +9,6 @@ package.
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -34,11 +33,11 @@ class _Steps:
         register_optimizer_step_pre_hook(self._begins)
         register_optimizer_step_post_hook(self._ends)
 
-    def _begins(self, *_: Any) -> None:
+    def _begins(self, *_: object) -> None:
         self.begun += 1
         self.under_way = True
 
-    def _ends(self, *_: Any) -> None:
+    def _ends(self, *_: object) -> None:
         self.under_way = False
         self.taken += 1
 

@@ -174,15 +174,17 @@ class _OneDtype:
             self._launch_pass(tiles.roll_back_tiles, *arguments)
         self._taken = None
 
-    def _launch_pass(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
+    def _launch_pass(self, kernel: Any, *arguments: object, **constants: object) -> None:
         self._launch(kernel, self._step, *arguments, **constants, BLOCK=self._block, num_warps=4)
 
-    def _launch(self, kernel: Any, step: torch.Tensor, *arguments: Any, **constants: Any) -> None:
+    def _launch(
+        self, kernel: Any, step: torch.Tensor, *arguments: object, **constants: object
+    ) -> None:
         if self._n_tiles:
             arguments = self._tiles, self._tensors, step, *arguments
             self._start(kernel, self._n_tiles, *arguments, **constants)
 
-    def _start(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    def _start(self, kernel: Any, programs: int, *arguments: object, **constants: object) -> None:
         is_cuda = self._device.type == "cuda"
         with torch.cuda.device(self._device) if is_cuda else contextlib.nullcontext():
             # No fused multiply-adds: they round differently from all other kernels.

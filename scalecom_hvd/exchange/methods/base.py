@@ -75,6 +75,8 @@ class Method:
         **fields: Any,
     ) -> None:
         name = type(self).__name__
+        if unknown := {*self.uses} - {*OPTIONAL}:
+            raise TypeError(f"{name}.uses names {sorted(unknown)}, but knows only {OPTIONAL}")
         if quantiser is not None and "quantiser" not in self.uses:
             raise ValueError(
                 f"a quantiser means nothing to {name}: leave it out, or use ScaleCom, LocalTopK or "
@@ -85,7 +87,7 @@ class Method:
         config = config.replace(**fields)
         # Settings that depend on whether every step averages gradients; see `settle`.
         self._open = [name for name in ("beta", "nu") if getattr(config, name) is None]
-        self.config = self._resolved(config)
+        self.run = Run(self, self._resolved(config))
         defaults = self._resolved(ScaleComConfig())
         for field in sorted({*OPTIONAL} - {"quantiser", *self.uses}):
             if getattr(self.config, field) != getattr(defaults, field):
@@ -96,7 +98,6 @@ class Method:
         self.diagnostics = Diagnostics.of(diagnostics)
         self.scaling = LossScale(loss_scale)
         self.quasi_hyperbolic: QuasiHyperbolic | None = None
-        self.run = Run(self)
 
     # What a new method defines.
 
@@ -159,6 +160,11 @@ class Method:
     # What follows from its settings.
 
     @property
+    def config(self) -> ScaleComConfig:
+        """The settings. Its residues hold them."""
+        return self.residues.config
+
+    @property
     def loss_scale(self) -> Callable[[], float | torch.Tensor]:
         """A function that returns the current loss scale. It may be set to a GradScaler too."""
         return self.scaling.read
@@ -177,7 +183,7 @@ class Method:
         if self.run.averager is not None:
             raise RuntimeError("settle() comes before the method serves an exchange")
         config = self.config.replace(**dict.fromkeys(self._open))
-        self.config = self.run.residues.config = self._resolved(config, every_step)
+        self.residues.config = self._resolved(config, every_step)
 
     def mix_momentum(
         self, parameters: Mapping[str, torch.Tensor], collectives: Collectives, **how: bool
@@ -263,7 +269,7 @@ class Method:
         """All ranks call this when an elastic run was started again, or newcomers have come."""
         self.run.averager.rejoin()
 
-    def compress(self, tensor: Any = None) -> tuple[torch.Tensor, Any]:
+    def compress(self, tensor: object = None) -> tuple[torch.Tensor, None]:
         """Refuse: Horovod's own optimizer asks for tensors one by one, and nobody may wait then."""
         name = self.__name__ if isinstance(self, type) else type(self).__name__
         name = name if isinstance(self, (type, Method)) else "this method"
@@ -282,10 +288,10 @@ class Method:
         The loss scale is left out: give the copy the script's GradScaler as `loss_scale`.
         """
         left_out = {"run": None, "scaling": None, "quasi_hyperbolic": None}
-        return vars(self) | left_out | {"saved": self.state_dict()}
+        return vars(self) | left_out | {"config": self.config, "saved": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        saved = state.pop("saved")
+        config, saved = state.pop("config"), state.pop("saved")
         vars(self).update(state)
-        self.run, self.scaling = Run(self), LossScale(None)
+        self.run, self.scaling = Run(self, config), LossScale(None)
         self.load_state_dict(saved)
