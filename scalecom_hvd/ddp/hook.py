@@ -35,6 +35,7 @@ from scalecom_hvd.exchange.gradients import flat_tensor
 from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.node_exchange import NodeExchange
+from scalecom_hvd.exchange.unused_averages import UnusedAverages
 from scalecom_hvd.saved_state import Saved
 
 
@@ -152,7 +153,8 @@ class ScaleComState:
         # DDP made parameters the same on all ranks when it wrapped the model. They may still differ
         # between ranks when ranks first average: sharpness-aware steps move them under no_sync().
         # So nothing compares them.
-        options = Options(drops_unused=drops, zeros_count=False)
+        unused = UnusedAverages(parameters)
+        options = Options(drops_unused=drops, zeros_count=False, unused=unused)
         if mesh is not None:
             collectives, ranks = peers_of(mesh, devices), ranks_of_node(mesh, devices)
             collectives.end_with(self)

@@ -256,7 +256,7 @@ class ProcessGroupCollectives:
         tells.daemon = True
         tells.start()
         try:
-            return dist.ProcessGroupGloo(store, self.position, self.size, self._timeout)
+            group = dist.ProcessGroupGloo(store, self.position, self.size, self._timeout)
         except RuntimeError as error:
             if "open files" not in str(error):
                 raise
@@ -270,6 +270,10 @@ class ProcessGroupCollectives:
         finally:
             tells.cancel()
             tells.join()  # a DataLoader may fork next
+        # This rank may drop the group at once, while others still connect: they would fail. So it
+        # is held until all have.
+        _hold(group.allreduce([torch.zeros(1)]), group)
+        return group
 
     @property
     def share(self) -> float:

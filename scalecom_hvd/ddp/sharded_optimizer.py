@@ -29,6 +29,7 @@ from scalecom_hvd.exchange.gradients import flat_tensor, local_part
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.optimizer_gradients import StartsAlike
+from scalecom_hvd.exchange.unused_averages import UnusedAverages
 
 
 class ShardedGradients:
@@ -55,11 +56,14 @@ class ShardedGradients:
         # For the exchange, a shard is a tensor like any other.
         shards = {name: local_part(p) for name, p in parameters.items()}
         node.whole = {name: tuple(p.shape) for name, p in parameters.items()}
+        self._unused = UnusedAverages(parameters, calls_hooks=True)
+        # What the last exchange left as p.grad.
+        self._left: dict[torch.Tensor, weakref.ref[torch.Tensor]] = {}
         self._exchange = Exchange(
             shards,
             method,
             peers,
-            Options(groups, drops_unused=True),
+            Options(groups, drops_unused=True, unused=self._unused),
             face=StartsAlike(shards),
             node=node,
         )
@@ -107,6 +111,9 @@ class ShardedGradients:
             # by one, FSDP2 reduces some of their gradients in callbacks that it queues later.
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(lambda: queue(self._end_backward))
+        # FSDP2 adds to p.grad in place, unless the script has set it to None.
+        if parameter in self._left and self._left.pop(parameter)() is not parameter.grad:
+            self._unused.note_dropped(self._names[parameter])
         if parameter in self._came:
             self._late.add(parameter)
         self._came.add(parameter)
@@ -162,6 +169,8 @@ class ShardedGradients:
             for parameter, name in self._names.items():
                 if name in averages:
                     _put(parameter, averages[name].view(local_part(parameter).shape))
+                if parameter.grad is not None:
+                    self._left[parameter] = weakref.ref(parameter.grad)
         finally:  # after an error the exchange has given the step up
             self.forget()
 

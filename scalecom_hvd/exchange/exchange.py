@@ -20,8 +20,8 @@ as above. All parts have the step's number, and the last part ends the step.
 
 An exchange knows no parameter and no p.grad. Where gradients come from, and where averages go, is a
 face's affair: optimizer_gradients.py, DDP's hook, sharded gradients, local steps. Imports
-methods/base, waves, bucket_plan, diagnostics_sampler, face, reported, node, run and the rooms
-below.
+methods/base, waves, bucket_plan, diagnostics_sampler, face, reported, residue_copies, node, run and
+the rooms below.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from scalecom_hvd.exchange.methods.state import State
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.reported import Gradient, Reported
 from scalecom_hvd.exchange.residue import Residues
+from scalecom_hvd.exchange.residue_copies import ResidueCopies
 from scalecom_hvd.exchange.run import Averager
 from scalecom_hvd.exchange.step_numbers import StepNumbers
-from scalecom_hvd.exchange.unused_averages import UnusedAverages
 from scalecom_hvd.exchange.waves import MOST_CHANNELS, Progress, Waves
 from scalecom_hvd.saved_state import Saved
 from scalecom_hvd.schedule import leader
@@ -81,7 +81,6 @@ class Exchange(Averager):
         part: which tensors the coming step is about, the same on all ranks. None: always all of
             them.
         streams: the streams on which the exchange works.
-        unused: warns of averages that no optimizer's step uses.
 
     Raises:
         ValueError, TypeError: see Run.begin.
@@ -108,24 +107,21 @@ class Exchange(Averager):
         self.part: Part | None = None
         self.names = Names(collectives.numbers)
         self._like = dict(like)
-        self.has_sent = False
+        self.has_sent = self.agreed = self._finishing = False
         self._method = method
         self.collectives = collectives
         self._restarted = collectives.restarts()
         self._options, self._face = options or Options(), face or Face()
         self.node = node
         self._settings = method.settings | dict(settings or {})
-        # Averages of a part are not for an optimizer's step.
-        self.unused = UnusedAverages() if part_of is None else None
+        self._copies = ResidueCopies(method)
         self._sampler: Sampler | None = None
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()
         self.streams = Streams(tensor.device for tensor in like.values())
         self._thread = BackgroundThread(self, self._go_on)
         self._failure: BaseException | None = None
-        self._finishing = False
         self._look_at: int | None = None  # the step that ranks must still compare
-        self.agreed = False
         self._channels: list[Collectives] = []
         self._waves = Waves([], self._channels, self._bucket_step)
         # {bucket's number: norms of residues and gradients}, for the step's parts so far.
@@ -253,6 +249,7 @@ class Exchange(Averager):
         with self._lock:
             self._waves = Waves([], [], self._bucket_step)
             self.agreed, self._look_at = False, None
+            self._copies.forget()
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -373,9 +370,7 @@ class Exchange(Averager):
             self._unscaling.now()
         self._whole = self._must_send_whole()
         self._numbers.begin()
-        # Other optimizers than torch's, which no method mixes, are not seen stepping.
-        if self.unused is not None and self._method.quasi_hyperbolic is not None:
-            self.unused.begin()
+        self._copies.begin_step(sends=not self._whole)
 
     def _must_send_whole(self) -> bool:
         names = self.residues.tensors.keys() - self._elsewhere
@@ -387,6 +382,9 @@ class Exchange(Averager):
         if progress.state_arrives is not None:
             yield from progress.state_arrives
             progress.state_arrives = None
+        if self._options.unused is not None:
+            thrown_away = self._options.unused.thrown_away(bucket.names)
+            self._copies.begin_bucket(bucket.compressed, thrown_away)
         flats = self._arrived.flats(bucket.names)
         scale = 1.0 if self._unscaling is None else (yield from self._unscaling)
         used = None
@@ -443,9 +441,9 @@ class Exchange(Averager):
         self._commit(part, unused, ends) if counts else self._roll_back(part)
         averages = {name: average for each in part for name, average in each.end().items()}
         self._arrived = Reported(self._like)
-        if self.unused is not None:
-            self.unused.end(self.has_sent)
         used = averages.keys() - unused
+        if self._options.unused is not None:
+            self._options.unused.end(used if counts else ())
         return {n: self.streams.give(average) for n, average in averages.items() if n in used}
 
     def _is_sound(self, steps: Sequence[BucketStep]) -> tuple[bool, set[str]]:
@@ -597,4 +595,5 @@ class Exchange(Averager):
         numbers = self._numbers.stats(size, self.leader_at(last, 0) if size else 0, dense)
         if self.node is not None:
             numbers |= {"ranks_per_node": self.node.size, "bytes_in_node": self.node.bytes_sent}
+        numbers["averages_thrown_away"] = self._copies.thrown_away
         return numbers | ({"diagnostics": self._sampler.last} if self._sampler else {})

@@ -1,7 +1,7 @@
 """What uses an exchange: an optimizer, DDP's hook, sharded gradients, local steps.
 
 `Options` is what it says to the exchange once, and `Face` what the exchange asks of it. Imports
-bucket_plan.
+bucket_plan and unused_averages.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from scalecom_hvd.exchange.bucket_plan import Groups
+from scalecom_hvd.exchange.unused_averages import UnusedAverages
 
 Told = Mapping[str, Any]
 """What one rank tells all others when they agree. The values are JSON."""
@@ -28,12 +29,14 @@ class Options(NamedTuple):
             travels with the values. A tensor sends nothing if no rank has a gradient for it, and
             its residue waits. Use this if averages of such tensors are thrown away.
         zeros_count: with `drops_unused`, whether a gradient of zeros is one.
+        unused: what knows which averages the script has thrown away. None: nobody looks.
     """
 
     groups: Groups | None = None
     is_scaled: bool = True
     drops_unused: bool = False
     zeros_count: bool = True
+    unused: UnusedAverages | None = None
 
 
 class Face:

@@ -33,6 +33,7 @@ from scalecom_hvd.exchange.new_gradients import (
 )
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.node_exchange import NodeExchange
+from scalecom_hvd.exchange.unused_averages import UnusedAverages
 
 
 class StartsAlike(Face):
@@ -95,18 +96,20 @@ class OptimizerGradients(StartsAlike):
         self._node = node
         # All ranks of all nodes: they have p.grad.
         self._everyone = collectives if node is None else node.everyone
+        self._unused = UnusedAverages(parameters, calls_hooks=True)
+        options = Options(groups, unused=self._unused)
         self._stage: Exchange | NodeExchange
         if node is None:
             self.exchange = self._stage = Exchange(
                 parameters,
                 method,
                 collectives,
-                Options(groups),
+                options,
                 face=self,
                 settings={"sparse_as_dense": sparse_as_dense},
             )
         else:
-            self._stage = NodeExchange(parameters, method, collectives, node, Options(groups), self)
+            self._stage = NodeExchange(parameters, method, collectives, node, options, self)
             self.exchange = self._stage.exchange
         self._news = NewGradients(self._everyone, self.exchange.names, parameters)
         # For the header. None: ranks have not agreed yet.
@@ -230,8 +233,7 @@ class OptimizerGradients(StartsAlike):
         changed, news = self._has_changed(), self._news
         if self._channel is not None:
             is_any_fresh, is_any_changed, has_any_given_up = self._header(fresh, changed)
-            if not (is_any_fresh or news.came_by_hand(self._sparse, self._send_sparse)):
-                self.exchange.unused.end(False)
+            if not (is_any_fresh or self._came_by_hand()):
                 return False
             if is_any_changed:
                 self._refuse_changes(alike=not has_any_given_up)
@@ -245,12 +247,14 @@ class OptimizerGradients(StartsAlike):
                 self._sparse = sparse
             self._channel = None
         under_way = {name: wait for name, wait in self._sparse.items() if wait is not None}
-        if news.ask_at_first(fresh, changed, under_way):
+        return news.ask_at_first(fresh, changed, under_way) or self._came_by_hand()
+
+    def _came_by_hand(self) -> bool:
+        if self._news.came_by_hand(self._sparse, self._send_sparse):
+            self._unused.warn_of_replaced()
             return True
-        by_hand = news.came_by_hand(self._sparse, self._send_sparse)
-        if not by_hand:
-            self.exchange.unused.end(False)
-        return by_hand
+        self._unused.end(())
+        return False
 
     def _header(self, fresh: bool, changed: bool) -> tuple[bool, ...]:
         """Whether any rank has new gradients, has changed some, and has given up. Waits for all."""

@@ -1,35 +1,58 @@
-"""Warns of averages that no optimizer's step uses, because what was sent for them is lost.
+"""Which averages a script has thrown away: no step of an optimizer used them.
 
 A script may average gradients, and zero them before a step: FGSM, SAM, the generator's backward
-through a GAN's discriminator. The values that were sent have then left the residues. A hook cannot
-see that a script zeroes gradients, but it can see optimizers' steps. Imports nothing of this
-package.
+through a GAN's discriminator, a step that is skipped because its gradient is too long. Such
+gradients must not train anything, so residues must become what they were before them
+(residue_copies.py). Here is how this is seen. An average waits until an optimizer with its
+parameter has ended a step. If p.grad is None, or zero, when the next backward reaches a parameter
+whose average still waits, that average was thrown away.
+
+Steps that are written by hand, and those of other libraries, call no hooks. So until an optimizer
+of PyTorch has stepped a parameter, its average counts as thrown away only if no such parameter has
+moved. Imports gradients.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
 
+import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from scalecom_hvd.exchange.gradients import local_part
+
 log = logging.getLogger("scalecom_hvd")
+
+LOST = (
+    "no optimizer step used the averages of %s: the script threw them away. What was sent of these "
+    "gradients is lost, and the rest stays in the residues%s. Compute such gradients with "
+    "torch.autograd.grad, freeze the parameters for that backward (requires_grad_(False)), or call "
+    "it under model.no_sync()"
+)
+
+
+def listed(names: Collection[str]) -> str:
+    """The first names, for a message."""
+    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 class _Steps:
     """Steps of this process's optimizers.
 
     Attributes:
-        begun, taken: how many steps began, and how many ended.
+        begun: how many steps began.
         under_way: whether a step is under way. It may evaluate its closure, which averages, several
             times. If the script's own error ended a step, this stays true until the next step ends.
     """
 
     def __init__(self) -> None:
-        self.begun = self.taken = 0
-        self.under_way = False
+        self.begun, self.under_way = 0, False
         register_optimizer_step_pre_hook(self._begins)
         register_optimizer_step_post_hook(self._ends)
 
@@ -37,12 +60,10 @@ class _Steps:
         self.begun += 1
         self.under_way = True
 
-    def _ends(self, *_: object) -> None:
+    def _ends(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.under_way = False
-        self.taken += 1
-
-
-_steps = _Steps()
+        for each in list(_everyone):
+            each.note_step(p for group in optimizer.param_groups for p in group["params"])
 
 
 def end_step_by_error() -> None:
@@ -51,34 +72,122 @@ def end_step_by_error() -> None:
 
 
 class UnusedAverages:
-    """Looks whether a step comes between one exchange's averages and its next ones."""
+    """The averages of one exchange that no step has used so far.
 
-    def __init__(self) -> None:
-        self._taken_before: int | None = None
-        self._begun_before = 0
+    Args:
+        parameters: {name: parameter} whose gradients are averaged.
+        calls_hooks: whether it is known that an optimizer of PyTorch steps them.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], calls_hooks: bool = False) -> None:
+        self._own = dict(parameters)
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        # Names of averages that wait for a step, of those among them that were thrown away, and of
+        # those that backward has reached since. Backward tells of the parameters in _hooked.
+        self._waiting: set[str] = set()
+        self._dropped: set[str] = set()
+        self._reached: set[str] = set()
+        self._hooked: set[str] = set()
+        # Names of parameters that no step has used so far, what each adds up to, and whether any
+        # has moved all the same. If so, nobody knows by what, so those whose averages were dropped
+        # are noted.
+        self._unstepped: set[str] = set() if calls_hooks else set(parameters)
+        self._sums: dict[str, float] = {}
+        self._has_moved = False
+        self._moved: set[str] = set()
+        # The step in which gradients were last averaged. None: outside of a step.
+        self._averaged_in: int | None = None
         self._has_warned = False
+        itself = weakref.ref(self)
+        for name, parameter in parameters.items():
+            # FSDP2's sharded parameters get their gradients without this hook.
+            if parameter.requires_grad and not hasattr(parameter, "device_mesh"):
+                hook = parameter.register_hook(functools.partial(_before_backward, itself, name))
+                weakref.finalize(self, hook.remove).atexit = False
+                self._hooked.add(name)
+        _everyone.add(self)
 
-    def begin(self) -> None:
-        """Gradients are about to be averaged."""
-        in_one_step = _steps.under_way and self._begun_before == _steps.begun
-        unused = self._taken_before == _steps.taken and not in_one_step
-        # torch.compile, and steps written by hand, bypass the hooks that count steps.
-        if unused and _steps.taken and not self._has_warned:
+    def note_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """An optimizer has ended a step with these parameters, among others perhaps."""
+        used = {name for p in parameters if (name := self._names.get(p)) is not None}
+        self._waiting -= used
+        self._unstepped -= used
+        lost, self._moved = self._moved & used, self._moved - used
+        if lost:  # an optimizer of PyTorch moves them, and did not do so then
+            log.warning(LOST, listed(lost), "")
+
+    def come(self, name: str) -> None:
+        """Backward has a gradient, and is about to add it to p.grad."""
+        if name in self._waiting:
+            self._reached.add(name)
+            self._look(name)
+
+    def _look(self, name: str) -> None:
+        grad = self._own[name].grad
+        if grad is None or not (grad.is_sparse or bool(local_part(grad).any())):
+            self._dropped.add(name)
+
+    def warn_of_replaced(self) -> None:
+        """Warn, once, if a script puts gradients of its own in the place of averages that wait."""
+        if self._waiting and not self._is_in_one_step() and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "gradients are averaged again, but no optimizer step has used the previous "
-                "averages. If these averages were zeroed (zero_grad()), the part of the gradients "
-                "that was sent is lost. Compute such gradients with torch.autograd.grad, freeze "
-                "the parameters for that backward, or call it under model.no_sync(). To accumulate "
-                "gradients, give backward_passes_per_step, or use no_sync() for all passes but the "
-                "last"
+                "the script put gradients of its own into p.grad, and no optimizer step has used "
+                "the averages that were there. If the new gradients do not contain these averages, "
+                "what was sent for them is lost: call step() under optimizer.skip_synchronize()"
             )
 
-    def end(self, counts: bool) -> None:
-        """Gradients were averaged.
+    def _is_in_one_step(self) -> bool:
+        """A step may evaluate its closure several times, and uses all that this averages."""
+        return _steps.under_way and self._averaged_in == _steps.begun
 
-        Args:
-            counts: whether values have left residues, as in a compressed step that is not skipped.
+    def note_dropped(self, name: str) -> None:
+        """A face knows that p.grad is no longer what the last exchange left there."""
+        self._dropped.add(name)
+
+    def thrown_away(self, names: Iterable[str]) -> set[str]:
+        """Those of these names whose last averages were thrown away. Each is told once.
+
+        Call it when the next gradients of these names are complete.
         """
-        self._taken_before = _steps.taken if counts else None
-        self._begun_before = _steps.begun
+        if self._is_in_one_step():
+            return set()
+        here = self._waiting.intersection(names)
+        for name in (here & self._hooked) - self._reached:  # this rank's backward does not
+            self._look(name)
+        thrown = self._dropped & here
+        self._waiting -= thrown
+        unknown = thrown & self._unstepped
+        if not (unknown and self._have_moved()):
+            return thrown
+        self._moved |= unknown
+        return thrown - unknown
+
+    def _have_moved(self) -> bool:
+        sums = {name: own for name, own in self._sums.items() if name in self._unstepped}
+        if not self._has_moved:
+            self._has_moved = any(own != _sum(self._own[name]) for name, own in sums.items())
+        return self._has_moved
+
+    def end(self, names: Iterable[str]) -> None:
+        """Gradients of these names were averaged."""
+        self._waiting, self._dropped, self._reached = set(names), set(), set()
+        self._averaged_in = _steps.begun if _steps.under_way else None
+        asked = set() if self._has_moved else self._waiting & self._unstepped
+        self._sums = {name: _sum(self._own[name]) for name in asked}
+
+
+def _sum(parameter: torch.Tensor) -> float:
+    return float(local_part(parameter).detach().sum(dtype=torch.float64))
+
+
+_everyone: weakref.WeakSet[UnusedAverages] = weakref.WeakSet()
+_steps = _Steps()
+
+
+def _before_backward(
+    averages: Callable[[], UnusedAverages | None], name: str, _: torch.Tensor
+) -> None:
+    own = averages()
+    if own is not None:
+        own.come(name)

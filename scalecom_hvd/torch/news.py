@@ -7,12 +7,13 @@ have said whether they have news. This is safe, because it happens in synchroniz
 call equally often. When the last average has come, each rank tells the others how it stands
 (`signal`): whether its script changed gradients on their way, and whether the rank still holds to
 what ranks agreed on. In every step, a rank calls `tell` or `ask`, and then `signal`. If a step is
-given up before its signal, what was told stands. Imports new_gradients and unused_averages of
-exchange/.
+given up before its signal, what was told stands. Imports new_gradients and unused_averages
+of exchange/.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -20,7 +21,9 @@ import torch
 from scalecom_hvd.agreement import Names
 from scalecom_hvd.exchange.collectives import Collectives, Work
 from scalecom_hvd.exchange.new_gradients import NewGradients
-from scalecom_hvd.exchange.unused_averages import UnusedAverages
+from scalecom_hvd.exchange.unused_averages import LOST, UnusedAverages, listed
+
+log = logging.getLogger("scalecom_hvd")
 
 # Not the name by which ranks gather objects, because another optimizer may be doing so.
 _NAME = "agreement.news"
@@ -34,14 +37,14 @@ class News(NewGradients):
     Attributes:
         channel: the other ranks, for what is said in hooks. It is set when ranks have agreed. None:
             they have not agreed yet.
-        unused: warns of averages that no step uses.
+        unused: knows which averages the script has thrown away.
     """
 
     def __init__(
         self, collectives: Collectives, names: Names, parameters: Mapping[str, torch.Tensor]
     ) -> None:
         super().__init__(collectives, names, parameters)
-        self.unused = UnusedAverages()
+        self.unused = UnusedAverages(parameters, calls_hooks=True)
         self.channel: Collectives | None = None
         self._work: Work | None = None
         self._told = self._signalled = False
@@ -92,7 +95,10 @@ class News(NewGradients):
     def end(self, has_sent: bool = False) -> None:
         """See NewGradients. has_sent: whether values left residues."""
         super().end()
-        self.unused.end(has_sent)
+        lost = self.unused.thrown_away(self._parameters)
+        if lost:
+            log.warning(LOST, listed(lost), "")
+        self.unused.end(self._parameters if has_sent else ())
         work, self._work = self._work, None
         self._told = self._signalled = False
         if work is not None:

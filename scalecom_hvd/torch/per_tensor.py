@@ -326,8 +326,6 @@ class PerTensor(Averager):
         self._scale = self._method.scaling.inverse().now()
         has_met = self._news.channel is not None
         self._idle = has_met and not self._has_news()
-        if not self._idle:
-            self._news.unused.begin()
         if not has_met:
             # Which of the parameters this optimizer trains is known only when all have come.
             grads = self._news.standing(self._parameters)
@@ -345,7 +343,12 @@ class PerTensor(Averager):
             self._news.tell()
             return True
         members = [name for name in self._parameters if name in self._members]
-        return self._news.ask(fresh=False) or self._news.compare(members) is Found.SET_BY_HAND
+        if self._news.ask(fresh=False):
+            return True
+        by_hand = self._news.compare(members) is Found.SET_BY_HAND
+        if by_hand:
+            self._news.unused.warn_of_replaced()
+        return by_hand
 
     def _end_step(self) -> None:
         """The last result ends the step. Every rank gets here without waiting for later steps."""

@@ -68,6 +68,7 @@ CHANGES = {name: change for name, change in CHANGES.items() if name != "mask"} |
 
 # The changes that torch also makes to sparse gradients, with a new version.
 OF_SPARSE = ("mul_", "zero_", "another tensor")
+THROWN = "averages_thrown_away"
 
 
 class Failed(Exception):
@@ -410,7 +411,10 @@ class Run:
         # The models that had averages thrown away.
         self.threw_away = set()
         self.models, self.compressors, self.optimizers, self.mine = [], [], [], []
+        # Residues after the last exchange, and before it; how often averages were thrown away.
         self.kept = [{} for _ in range(program.models)]
+        self.earlier = [{} for _ in range(program.models)]
+        self.thrown = [0] * program.models
         self.comparable = self.method != "ECQSGD"  # ECQSGD rounds
         for model in range(program.models):
             self.make(model)
@@ -613,6 +617,12 @@ class Run:
     def after(self, model, before, steps, new, void=False):
         """Check what is true after every synchronize()."""
         grads, residues = before
+        thrown = 0 if self.sent is None else self.compressors[model].stats().get(THROWN, 0)
+        if thrown > self.thrown[model]:  # residues became what they were before those averages
+            residues = self.earlier[model]
+        self.thrown[model] = thrown
+        if self.steps(model) != steps:
+            self.earlier[model] = residues
         now = {name: dense(parameter.grad) for name, parameter in self.models[model].items()}
         self.mine[model], self.new[model] = (
             {name: grad.clone() for name, grad in now.items()},
@@ -833,8 +843,8 @@ class Run:
             for parameter, original in zip(parameters, here, strict=True):
                 parameter.copy_(original)
         self.step(model, False)
-        warned = sum("no optimizer step" in message for message in self.said())
-        assert warned >= len(self.threw_away), "averages were lost, and no warning says so"
+        told = sum("no optimizer step" in message for message in self.said()) + sum(self.thrown)
+        assert told >= len(self.threw_away), "averages were lost, and no warning says so"
 
     def change_on_the_way(self, model, how, ranks, names, seeds, waits, cleans):
         """The step must give what it would with gradients that had come as changed.

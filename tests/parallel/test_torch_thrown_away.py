@@ -1,15 +1,25 @@
-"""A script throws averages away by zero_grad().
+"""A script throws averages away: no step of its optimizer uses them.
 
-Either what was sent with them is not lost, or a warning says that it is.
+With this package's optimizers, residues become what they were before. With Horovod's own one, a
+warning says what is lost.
 """
 
 import logging
 
+import pytest
 import torch
 from faces import hvd, in_every_library, stock
 from models import same_on_all_ranks
 from test_torch_changed_gradients import refuses
-from thrown_away import SHAPES, add, assert_nothing_is_lost_or_warned, average, mine, warned
+from thrown_away import (
+    SHAPES,
+    add,
+    assert_nothing_is_lost,
+    assert_warned_if_something_is_lost,
+    average,
+    mine,
+    warnings,
+)
 
 
 def make(library, **settings):
@@ -31,11 +41,56 @@ def backward(model, number):
     return average(number)
 
 
-def check_steps(library, caplog, script, steps=6):
-    """Take steps of the script after zero_grad(). Note what each step uses, and what not.
+def sharpness_aware(model, optimizer, step, real, thrown_away):
+    """SAM: the first average only says where to take the gradient that the step uses."""
+    add(thrown_away, backward(model, 2 * step))
+    optimizer.synchronize()
+    where = {name: p.detach().clone() for name, p in model.items()}
+    with torch.no_grad():
+        for parameter in model.values():
+            parameter.add_(parameter.grad, alpha=0.01)
+    optimizer.zero_grad()
+    add(real, backward(model, 2 * step + 1))
+    with torch.no_grad():
+        for name, parameter in model.items():
+            parameter.copy_(where[name])
+    optimizer.step()
 
-    script(model, optimizer, step, real, thrown_away): one step, which averages.
-    """
+
+def skipped(model, optimizer, step, real, thrown_away):
+    """Large models' scripts skip a step if its gradient is too long."""
+    came = backward(model, step)
+    optimizer.synchronize()
+    if step % 3 == 2:
+        add(thrown_away, came)
+        return
+    add(real, came)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def set_to_none(model, optimizer, step, real, thrown_away):
+    add(thrown_away, backward(model, 2 * step))
+    optimizer.synchronize()
+    for parameter in model.values():
+        parameter.grad = None
+    add(real, backward(model, 2 * step + 1))
+    optimizer.step()
+
+
+def set_to_zero(model, optimizer, step, real, thrown_away):
+    add(thrown_away, backward(model, 2 * step))
+    optimizer.synchronize()
+    for parameter in model.values():
+        parameter.grad.zero_()
+    add(real, backward(model, 2 * step + 1))
+    optimizer.step()
+
+
+SCRIPTS = [sharpness_aware, skipped, set_to_none, set_to_zero]
+
+
+def take_steps(library, caplog, script, steps):
     caplog.set_level(logging.WARNING, "scalecom_hvd")
     model, optimizer, compressor = make(library)
     real, thrown_away = {}, {}
@@ -43,64 +98,44 @@ def check_steps(library, caplog, script, steps=6):
         optimizer.zero_grad()
         script(model, optimizer, step, real, thrown_away)
     assert same_on_all_ranks(model.values())
-    assert_nothing_is_lost_or_warned(model, compressor, real, thrown_away, caplog)
+    return model, compressor, real, thrown_away
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
 @in_every_library
-def test_sharpness_aware_steps(library, caplog):
-    """SAM: the first average only says where to take the gradient that the step uses."""
-
-    def script(model, optimizer, step, real, thrown_away):
-        add(thrown_away, backward(model, 2 * step))
-        optimizer.synchronize()
-        where = {name: p.detach().clone() for name, p in model.items()}
-        with torch.no_grad():
-            for parameter in model.values():
-                parameter.add_(parameter.grad, alpha=0.01)
-        optimizer.zero_grad()
-        add(real, backward(model, 2 * step + 1))
-        with torch.no_grad():
-            for name, parameter in model.items():
-                parameter.copy_(where[name])
-        optimizer.step()
-
-    check_steps(library, caplog, script)
+def test_averages_that_no_step_uses(library, script, caplog):
+    model, compressor, real, thrown_away = take_steps(library, caplog, script, 10)
+    if library is hvd:
+        assert_nothing_is_lost(model, compressor.residues.tensors, real, caplog)
+        assert compressor.stats()["averages_thrown_away"] == (3 if script is skipped else 10)
+    else:
+        assert_warned_if_something_is_lost(
+            model, compressor.residues.tensors, real, thrown_away, caplog
+        )
 
 
-@in_every_library
-def test_a_step_that_a_script_skips_after_synchronize(library, caplog):
-    """Large models' scripts skip a step if its gradient is too long."""
+def test_a_script_that_shows_late_what_it_does_is_warned(caplog):
+    """Then there is no copy of the residues yet. From then on, there is one."""
 
-    def script(model, optimizer, step, real, thrown_away):
+    def late(model, optimizer, step, real, thrown_away):
         came = backward(model, step)
         optimizer.synchronize()
-        if step % 3 == 2:
+        if step in (15, 17):
             add(thrown_away, came)
             return
         add(real, came)
         with optimizer.skip_synchronize():
             optimizer.step()
 
-    check_steps(library, caplog, script, steps=8)
-
-
-@in_every_library
-def test_gradients_that_are_set_to_none_before_the_step(library, caplog):
-
-    def script(model, optimizer, step, real, thrown_away):
-        add(thrown_away, backward(model, 2 * step))
-        optimizer.synchronize()
-        for parameter in model.values():
-            parameter.grad = None
-        add(real, backward(model, 2 * step + 1))
-        optimizer.step()
-
-    check_steps(library, caplog, script)
+    _, compressor, *_ = take_steps(hvd, caplog, late, 20)
+    assert all(warnings(caplog))
+    assert len([r for r in caplog.records if "no optimizer step used" in r.getMessage()]) == 1
+    assert compressor.stats()["averages_thrown_away"] == 1
 
 
 @in_every_library
 def test_averages_that_are_replaced_by_those_of_the_step_itself(library, caplog):
-    """Gradients set by hand are averaged in step(). The warning is due once a step has begun."""
+    """Gradients set by hand are averaged in step(). Nobody knows whether they hold the old ones."""
 
     def script(model, optimizer, step, real, thrown_away):
         add(thrown_away, backward(model, 2 * step))
@@ -110,14 +145,33 @@ def test_averages_that_are_replaced_by_those_of_the_step_itself(library, caplog)
         add(real, average(2 * step + 1))
         optimizer.step()
 
-    check_steps(library, caplog, script)
+    model, compressor, real, thrown_away = take_steps(library, caplog, script, 6)
+    assert_warned_if_something_is_lost(
+        model, compressor.residues.tensors, real, thrown_away, caplog
+    )
+
+
+@in_every_library
+def test_averages_that_several_passes_add_up_are_used(library, caplog):
+    """The script averages after every pass, and adds up what comes."""
+
+    def script(model, optimizer, step, real, thrown_away):
+        backward(model, 2 * step)
+        optimizer.synchronize()
+        backward(model, 2 * step + 1)
+        add(real, average(2 * step))
+        add(real, average(2 * step + 1))
+        optimizer.step()
+
+    model, compressor, real, _ = take_steps(library, caplog, script, 6)
+    assert_nothing_is_lost(model, compressor.residues.tensors, real, caplog)
 
 
 @in_every_library
 def test_after_a_step_that_was_refused(library, caplog):
     """The error has ended that step, so later averages are not those of its closure."""
     caplog.set_level(logging.WARNING, "scalecom_hvd")
-    model, optimizer, _ = make(library)
+    model, optimizer, compressor = make(library)
     for step in range(2):
         optimizer.zero_grad()
         backward(model, step)
@@ -132,4 +186,7 @@ def test_after_a_step_that_was_refused(library, caplog):
         optimizer.zero_grad()
         backward(model, step)
         optimizer.synchronize()
-    assert warned(caplog)
+    if library is hvd:
+        assert compressor.stats()["averages_thrown_away"] == 2
+    else:
+        assert any(warnings(caplog))

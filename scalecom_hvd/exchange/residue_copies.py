@@ -1,0 +1,91 @@
+"""Residues as they were before a step whose averages a script may throw away.
+
+A step that counts leaves the unsent part of its gradients in the residues. If the script then
+throws its averages away (unused_averages.py), that part must not train anything either. So
+residues, and the method's own states, become what they were before that step. This takes a copy of
+the residues. It is made in the first exchanges, in which a script of this kind shows itself, and
+from then on only if the script did. Imports methods/base and unused_averages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+import torch
+
+from scalecom_hvd.exchange.methods.base import Method
+from scalecom_hvd.exchange.unused_averages import LOST, listed
+
+log = logging.getLogger("scalecom_hvd")
+
+TRIAL = 10
+"""In how many of the first exchanges residues are copied, to see what the script does."""
+GIVEN_BACK = (
+    "no optimizer step used the averages of %s: the script threw them away. So the residues become "
+    "what they were before that backward, now and later. This takes a copy of the residues"
+)
+
+
+class ResidueCopies:
+    """Copies of a method's residues. See the module.
+
+    Args:
+        method: the method.
+
+    Attributes:
+        thrown_away: how many exchanges there were after which residues became what they were.
+    """
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+        self._copies: dict[str, torch.Tensor] = {}
+        self._states: dict[str, dict[str, torch.Tensor]] = {}
+        self._left, self._is_needed = TRIAL, False
+        # Whether values leave residues, in the last step and in this one.
+        self._sent = self._sends = False
+        self._is_counted, self.thrown_away = True, 0
+
+    def begin_step(self, sends: bool) -> None:
+        """A step begins. sends: whether its values leave residues."""
+        self._sent, self._sends = self._sends, sends
+        self._left -= sends
+        self._is_counted = False
+        if not (self._is_needed or self._left >= 0):
+            self.forget()
+
+    def begin_bucket(self, names: Collection[str], thrown_away: Collection[str]) -> None:
+        """A bucket's step begins: residues become what they were, and are copied.
+
+        Args:
+            names: its compressed tensors.
+            thrown_away: those of all its tensors whose last averages were thrown away.
+        """
+        returning = [name for name in names if name in thrown_away] if self._sent else []
+        if thrown_away:
+            self._note(thrown_away, [name for name in returning if name not in self._copies])
+        tensors, states = self._method.residues.tensors, self._method.run.tensor_states
+        equal = self._method.equal_state
+        for name in returning:
+            if name in self._copies:
+                tensors[name].residue.copy_(self._copies[name])
+                new = {what: value for what, value in states[name].items() if what in equal}
+                states[name] = {**self._states[name], **new}
+        for name in names if self._sends and (self._is_needed or self._left >= 0) else ():
+            if name not in self._copies:
+                self._copies[name] = torch.empty_like(tensors[name].residue)
+            self._copies[name].copy_(tensors[name].residue)
+            self._states[name] = {w: v for w, v in states[name].items() if w not in equal}
+
+    def _note(self, names: Collection[str], lost: list[str]) -> None:
+        self.thrown_away += not (self._is_counted or lost)
+        self._is_counted = True
+        if lost:
+            log.warning(LOST, listed(lost), "" if self._is_needed else "; from now on they go back")
+        elif not self._is_needed:
+            log.info(GIVEN_BACK, listed(names))
+        self._is_needed = True
+
+    def forget(self) -> None:
+        """Forget all copies: other residues were loaded, or a step was given up."""
+        self._copies, self._states = {}, {}
