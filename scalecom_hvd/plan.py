@@ -1,8 +1,7 @@
 """`python -m scalecom_hvd plan`: what each method would cost per training step, and what to set.
 
-The numbers are predictions of scaling.py: the command runs nothing, and needs no framework. Every
-function here returns values or text, and __main__ writes them. Imports config, scaling and
-training_warnings.
+The numbers are predictions of scaling.py: the command runs nothing, and needs no framework.
+__main__ writes what `run` gives. Imports config, scaling and training_warnings.
 """
 
 from __future__ import annotations
@@ -12,14 +11,15 @@ import dataclasses
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.scaling import (
     FITTED,
     LOCAL_METHODS,
     NODES,
+    WHOLE_METHODS,
     Constants,
     Setting,
     bytes_a_step,
@@ -70,51 +70,35 @@ class Row(NamedTuple):
     memory: float  # megabytes of residues, and copies of parameters, on each worker
 
 
-def count(text: str) -> float:
-    """A number of parameters: "350M" is 350 million.
+def _reader(
+    means: str,
+    accepts: Callable[[float], bool],
+    made: type[float] = float,
+    suffixes: Mapping[str, float] = {},
+) -> Callable[[str], Any]:
+    """A reader of an argument that is a number which `accepts` accepts. means: for the error."""
 
-    Raises:
-        ArgumentTypeError: it is no number, or no model has so many.
-    """
-    factor = SUFFIXES.get(text[-1:].upper(), 1.0)
-    number = _number(text[:-1] if factor != 1 else text) * factor
-    if not 1 <= number <= 1e14:
-        raise argparse.ArgumentTypeError(
-            f"must be a number from 1 to 100T, such as 25000000, 350M or 1.3B, not {text!r}"
-        )
-    return number
-
-
-def positive(text: str) -> float:
-    """A number above 0.
-
-    Raises:
-        ArgumentTypeError: it is none.
-    """
-    if not 0 < _number(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, such as 1000, not {text!r}")
-    return float(text)
-
-
-def whole_number(least: int, why: str = "") -> Callable[[str], int]:
-    """A function that reads a whole number, `least` or more. `why` ends its error message."""
-
-    def read(text: str) -> int:
-        number = _number(text)
-        if not least <= number < math.inf or number != int(number):
-            raise argparse.ArgumentTypeError(
-                f"must be a whole number of at least {least}{why}, not {text!r}"
-            )
-        return int(number)
+    def read(text: str) -> float:
+        factor = suffixes.get(text[-1:].upper(), 1.0)
+        try:
+            number = float(text[:-1] if factor != 1 else text) * factor
+        except ValueError:
+            number = math.nan
+        if not accepts(number):
+            raise argparse.ArgumentTypeError(f"must be {means}, not {text!r}")
+        return made(number)
 
     return read
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def _whole_number(least: int, why: str = "") -> Callable[[str], int]:
+    means = f"a whole number of at least {least}{why}"
+    return _reader(means, lambda x: least <= x < math.inf and x == int(x), int)
+
+
+positive = _reader("a number above 0, such as 1000", lambda x: 0 < x < math.inf)
+_SIZES = "a number from 1 to 100T, such as 25000000, 350M or 1.3B"
+count = _reader(_SIZES, lambda x: 1 <= x <= 1e14, suffixes=SUFFIXES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,15 +108,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--parameters", type=count, metavar="N", help=numel)
     names = f"a well-known model instead of --parameters: {', '.join(KNOWN)}"
     sizes.add_argument("--model", choices=KNOWN, metavar="NAME", help=names)
-    workers = whole_number(2, " (a single worker sends nothing)")
-    whole = whole_number(1)
+    workers, whole = _whole_number(2, " (a single worker sends nothing)"), _whole_number(1)
     for name, read, what in (
         ("--workers", workers, "number of workers that train together"),
         ("--mbit", positive, "nominal speed of each worker's network link in Mbit/s"),
         ("--compute-ms", positive, "milliseconds of a step's forward and backward alone"),
         ("--gpus-per-node", whole, "number of workers that share a network link (default: 1)"),
         ("--rate", positive, "one element in N is sent (default: 8 by ScaleCom, 100 by others)"),
-        ("--bits", whole_number(2), "bits of each of ScaleCom's values (default: 4)"),
+        ("--bits", _whole_number(2), "bits of each of ScaleCom's values (default: 4)"),
         ("--local-steps", whole, "a number of local steps to show besides 4 and 16"),
         ("--steps", whole, "steps of the whole run: its time, and whether it is too short"),
     ):
@@ -144,10 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Iterator[str]:
-    """The lines that the command writes.
-
-    Args:
-        arguments: as `add_arguments` reads them.
+    """The lines that the command writes, for arguments as `add_arguments` reads them.
 
     Raises:
         ValueError: settings cannot work. The error says what to write instead.
@@ -173,13 +153,8 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def setting(arguments: argparse.Namespace) -> Setting:
-    """The setting in which steps are predicted.
-
-    Raises:
-        ValueError: the rate is below 1, there is no such number of bits, or workers do not fill two
-            or more nodes.
-    """
-    ScaleComConfig(rate=arguments.rate, bits=arguments.bits)
+    """The setting in which steps are predicted. Raises ValueError if it cannot be."""
+    ScaleComConfig(rate=arguments.rate, bits=arguments.bits)  # checks both
     workers, per_node = arguments.workers, arguments.gpus_per_node or 1
     if workers % per_node:
         raise ValueError(f"--gpus-per-node {per_node} does not divide --workers {workers}")
@@ -206,13 +181,7 @@ def constants(nccl: bool = False) -> Constants:
 
 
 def compare(s: Setting, c: Constants, local_steps: list[int]) -> list[Row]:
-    """Every method, dense first.
-
-    Args:
-        s: the setting.
-        c: the model's constants.
-        local_steps: each H to show.
-    """
+    """Every method, dense first. local_steps: each H to show."""
     at = [(method, label, s) for method, label in AVERAGING.items()]
     if s.per_node > 1:
         at.append((NODES, "ScaleCom, whole in nodes", s))
@@ -235,16 +204,12 @@ def compare(s: Setting, c: Constants, local_steps: list[int]) -> list[Row]:
 
 
 def memory(method: str, s: Setting) -> float:
-    """Megabytes on each worker, beyond what dense training takes.
-
-    A residue has 4 bytes for each parameter, which the workers of a node share out. Local steps
-    keep the common parameters and the changes.
-    """
-    residues = 0.0 if method in ("dense", "fp16", "local SGD") else 4 * s.numel
-    if method == NODES:
-        residues /= s.per_node
-    copies = 2 * 4 * s.numel if method in LOCAL_METHODS else 0
-    return (residues + copies) / 1e6
+    """Megabytes on each worker, beyond what dense training takes."""
+    # The workers of a node share out its residue. Local steps keep the common parameters and the
+    # changes.
+    sharers = s.per_node if method == NODES else 1
+    residues = 0.0 if method in WHOLE_METHODS else 4 * s.numel / sharers
+    return (residues + 8 * s.numel * (method in LOCAL_METHODS)) / 1e6
 
 
 def recommended(rows: list[Row]) -> Row:
@@ -282,14 +247,7 @@ def table(rows: list[Row]) -> Iterator[str]:
 
 
 def advice(s: Setting, c: Constants, rows: list[Row], steps: int | None) -> Iterator[str]:
-    """What to set, what that costs, and what else would help.
-
-    Args:
-        s: the setting.
-        c: the model's constants.
-        rows: as `compare` gave them.
-        steps: of the whole run, if known.
-    """
+    """What to set, what that costs, and what else would help. steps: of the whole run, if known."""
     choice, dense = recommended(rows), rows[0]
     if choice is dense:
         yield (
@@ -374,7 +332,7 @@ def _accuracy(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
 
 
 def caveats(s: Setting, nccl: bool) -> str:
-    """What the numbers rest on. s, nccl: the setting, and whether GPUs sum gradients."""
+    """What the numbers rest on."""
     said = (
         "This is a model, not a measurement. Its constants are fitted to steps of 24.8 M "
         "parameters on 2 to 8 hosts of one machine, over Gloo (docs/speed.md). For ScaleCom, it "

@@ -38,31 +38,24 @@ from typing import Any
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.integers import BLOCK, levels_of, words_of
 
+# Methods that average gradients. In this model, a cyclic leader costs what staggered ones do.
 METHODS = ["dense", "fp16", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead"]
-"""Methods that average gradients. As far as this model goes, a cyclic leader costs what staggered
-ones do.
-"""
+# Methods that average the changes of H steps: whole, and compressed.
 LOCAL_METHODS = ["local SGD", "ScaleCom local"]
-"""Methods that average the changes of H steps: whole, and compressed."""
+# Methods that send every element.
 WHOLE_METHODS = ["dense", "fp16", "local SGD"]
-"""Methods that send every element."""
+# Gradients are whole inside nodes and compressed between them. This is "ScaleCom staggered" with
+# nodes as workers, and each rank of a node does its share of the work. Traffic inside a node is
+# taken to cost nothing.
 NODES = "ScaleCom nodes"
-"""Gradients are whole inside nodes and compressed between them. This is "ScaleCom staggered" with
-nodes as workers, and each rank of a node does its share of the work. Traffic inside a node is taken
-to cost nothing.
-"""
 
+# Backward's share of the compute.
 BACKWARD = 2 / 3
-"""Backward's share of the compute."""
-BUCKET_BYTES = 25 * 2**20
-"""Gradient bytes per bucket, the default of ScaleComConfig.bucket_bytes."""
+# Parameters of the model that `make bench` measures.
 MEASURED_NUMEL = 24_800_000
-"""Parameters of the model that `make bench` measures."""
+# ms that a step of a compressing method costs more than a dense one, however small the model. `make
+# demo`, whose models have 0.2 M parameters, measured 13.2 - 9.5 and 18.0 - 13.0 ms.
 FIXED = 4.4
-"""ms that a step of a compressing method costs more than a dense one, however small the model.
-
-`make demo`, whose models have 0.2 M parameters, measured 13.2 - 9.5 and 18.0 - 13.0 ms.
-"""
 
 
 @dataclass(frozen=True)
@@ -115,7 +108,7 @@ class Setting:
     @property
     def buckets(self) -> int:
         """How many buckets the gradients fill."""
-        return max(1, math.ceil(4 * self.numel / BUCKET_BYTES))
+        return max(1, math.ceil(4 * self.numel / ScaleComConfig.bucket_bytes))
 
 
 # Fitted to docs/bench.csv and docs/bench_local_steps.csv, the tables that `make bench` wrote with 2
@@ -158,19 +151,13 @@ def sends(method: str, s: Setting) -> tuple[float, int]:
 
 
 def traffic(method: str, s: Setting) -> tuple[float, float]:
-    """Bytes that a worker sends each time workers average.
-
-    Returns:
-        What is averaged or gathered, and what is broadcast.
-    """
+    """Bytes that a worker averages or gathers, and broadcasts, each time workers average."""
     if method == NODES:
         return traffic("ScaleCom staggered", s.of_nodes)
     n = s.workers
     ring = 2 * (n - 1) / n
-    if method in ("dense", "local SGD"):
-        return ring * s.numel * 4, 0
-    if method == "fp16":
-        return ring * s.numel * 2, 0
+    if method in WHOLE_METHODS:
+        return ring * s.numel * (2 if method == "fp16" else 4), 0
     rate, bits = sends(method, s)
     k, offset = s.numel / rate, 0.5 if rate <= 16 else 1 if rate <= 256 else 2
     if method == "local top-k":
@@ -191,13 +178,7 @@ def bytes_a_step(method: str, s: Setting) -> float:
 
 
 def predict(method: str, s: Setting, c: Constants) -> float:
-    """A step's time in ms, on average.
-
-    Args:
-        method: the constants must have it.
-        s: the setting.
-        c: the constants.
-    """
+    """A step's time in ms, on average."""
     if method == NODES:
         own = _processor("ScaleCom staggered", s, c) / s.per_node
         others = dataclasses.replace(c, step=dict.fromkeys(c.step, 0.0))
@@ -239,10 +220,8 @@ def own_cores(c: Constants) -> Constants:
 
 
 def on_devices(c: Constants) -> Constants:
-    """The same constants, but sums cost no processor time, as with NCCL.
-
-    If everything is sent whole, sums are all that a step costs.
-    """
+    """The same constants, but sums cost no processor time, as with NCCL."""
+    # If everything is sent whole, sums are all that a step costs.
     whole = {method: c.step["dense"] for method in WHOLE_METHODS if method in c.step}
     return dataclasses.replace(c, step=c.step | whole, megabyte=dict.fromkeys(c.megabyte, 0.0))
 
@@ -262,8 +241,7 @@ def with_derived(c: Constants) -> Constants:
 def where_the_gain_ends(method: str, s: Setting, c: Constants, least: float = 1.1) -> float:
     """The Gbit/s above which `method` is less than `least` times as fast as dense training.
 
-    Returns:
-        The speed, to one part in sixty. Infinity if the method gains even at 4000 Gbit/s.
+    It is right to one part in sixty, and infinity if the method gains even at 4000 Gbit/s.
     """
     gbit = 0.01
     while gbit <= 4000:
