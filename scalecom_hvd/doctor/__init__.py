@@ -9,9 +9,8 @@
     gpu_steps.py  compares steps on a GPU with those on the CPU
     children.py   starts other processes, with a time limit
 
-Called by __main__, which writes the output. Importing this package imports no framework. Only
-probe.py and the ranks' programs do, and they run in other processes. Imports config, plan and
-reference.
+Importing this package imports no framework: only probe.py and the ranks' programs do, in other
+processes. Imports config, plan and reference.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections import deque
 from collections.abc import Iterator
 
 from scalecom_hvd.doctor import facts, findings, self_test
@@ -39,10 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Examination:
-    """One examination of this machine. Its lines can be written while it is running.
-
-    Args:
-        arguments: as `add_arguments` reads them.
+    """One examination of this machine, for arguments as `add_arguments` reads them.
 
     Attributes:
         found: the findings so far, `Finding`s.
@@ -60,12 +57,11 @@ class Examination:
         return any(finding.level == findings.WRONG for finding in self.found)
 
     def lines(self) -> Iterator[str]:
-        """Examine the machine and report line by line."""
+        """Examine the machine and report line by line, while it is being examined."""
         if not self._arguments.json:
             yield from self._examine()
             return
-        for _ in self._examine():
-            pass
+        deque(self._examine(), maxlen=0)
         report = {
             "facts": dataclasses.asdict(self._facts),
             "self_test": [result._asdict() for result in self._results],
@@ -75,27 +71,20 @@ class Examination:
         yield json.dumps(report, indent=1)
 
     def _examine(self) -> Iterator[str]:
-        self._facts = facts.collect(self._arguments.limit)
+        asked = self._arguments
+        self._facts = facts.collect(asked.limit)
         yield from facts.lines(self._facts)
         self.found += findings.findings(self._facts)
-        yield ""
-        if self._arguments.no_self_test:
-            yield "Self-test: skipped."
-        else:
-            yield "Self-test: training on two ranks of this machine, compared with the reference."
-            yield from self._test()
-        yield ""
-        yield from findings.lines(self.found)
-
-    def _test(self) -> Iterator[str]:
-        tests = self_test.tests(self._facts)
-        if self._arguments.gpu:
+        tests = [] if asked.no_self_test else self_test.tests(self._facts)
+        if tests and asked.gpu:
             tests += self_test.gpu_tests(self._facts)
-            if not self._facts.gpus:
-                self.found.append(findings.NO_GPU)
+            self.found += [] if self._facts.gpus else [findings.NO_GPU]
+        two = "training on two ranks of this machine, compared with the reference."
+        yield from ("", f"Self-test: {two if tests else 'skipped.'}")
         for test in tests:
-            result = self_test.run(test, self._arguments.limit)
+            result = self_test.run(test, asked.limit)
             self._results.append(result)
             yield from self_test.lines(result)
             if result.ok is False:
                 self.found.append(findings.of_failed_test(result.name, result.command))
+        yield from ("", *findings.lines(self.found))

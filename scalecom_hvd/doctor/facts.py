@@ -43,8 +43,8 @@ NETWORK = Path("/sys/class/net")
 class Facts:
     """Everything that the doctor looks at before it starts ranks."""
 
-    about: dict[str, str] = field(default_factory=dict)  # this package's version, Python, system
-    place: str = ""  # this package's folder
+    # This package's version and folder, Python, and the system.
+    about: dict[str, str] = field(default_factory=dict)
     checkout: str = ""  # from which Python imports this package; empty: it is installed
     root: bool = False  # whether root runs this
     installed: dict[str, bool] = field(default_factory=dict)  # {package: whether it is there}
@@ -85,17 +85,19 @@ def collect(limit: float) -> Facts:
     origins = {name: spec.origin for name, spec in specs.items() if spec and spec.origin}
     installed = {name: name in origins for name in specs}
     horovod = Path(origins.get("horovod", "/none/at/all")).parent
-    paths = {name: _find(name) for name in (*LAUNCHERS, "nvidia-smi", "cc")}
-    programs = {name: path for name, path in paths.items() if path}
+    where = children.environment()["PATH"]
+    programs = {
+        name: path
+        for name in (*LAUNCHERS, "nvidia-smi", "cc")
+        if (path := shutil.which(name, path=where))
+    }
     mpi = children.run(["mpirun", "--version"], 20).output if "mpirun" in programs else ""
-    place = str(Path(scalecom_hvd.__file__).parent)
     return Facts(
         about={
-            "scalecom_hvd": f"{scalecom_hvd.__version__}, {place}",
+            "scalecom_hvd": f"{scalecom_hvd.__version__}, {Path(scalecom_hvd.__file__).parent}",
             "Python": f"{platform.python_version()}, {sys.executable}",
             "system": f"{platform.platform()}; {len(os.sched_getaffinity(0))} cores",
         },
-        place=place,
         checkout=native.checkout(),
         root=os.geteuid() == 0,
         installed=installed,
@@ -115,12 +117,6 @@ def collect(limit: float) -> Facts:
         variables=_variables(),
         wrong_setting=_wrong_setting(),
     )
-
-
-def _find(program: str) -> str | None:
-    """A program in this Python's environment, or on the PATH."""
-    beside = str(children.BIN / program)
-    return beside if os.access(beside, os.X_OK) else shutil.which(program)
 
 
 def _ask(
@@ -176,8 +172,7 @@ def _wrong_setting() -> str:
 
 def lines(facts: Facts) -> Iterator[str]:
     """The facts, aligned."""
-    for label, text in _rows(facts):
-        yield f"{label:15s} {text}".rstrip()
+    return (f"{label:15s} {text}".rstrip() for label, text in _rows(facts))
 
 
 def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -187,13 +182,11 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
         more = {name: facts.says(part, name.lower()) for name in ("CUDA", "Keras")}
         version += "".join(f", {name} {said}" for name, said in more.items() if said)
         yield label, version if facts.installed.get(part) else "not installed"
-    if facts.horovod is None:
-        yield "Horovod", "not installed"
-    else:
-        built = [part for part, there in facts.horovod_parts.items() if there]
-        parts = ", ".join("Gloo" if part == "gloo" else part.upper() for part in built)
-        serves = " and ".join(facts.horovod_serves) or "no framework"
-        yield "Horovod", f"{facts.horovod}, for {serves}" + f", with {parts}" * bool(parts)
+    built = [part for part, there in facts.horovod_parts.items() if there]
+    parts = ", ".join("Gloo" if part == "gloo" else part.upper() for part in built)
+    about = f"{facts.horovod}, for {' and '.join(facts.horovod_serves) or 'no framework'}"
+    about += f", with {parts}" * bool(parts)
+    yield "Horovod", "not installed" if facts.horovod is None else about
     for name in LAUNCHERS:
         where = facts.programs.get(name, "not there")
         where += " (not on the PATH)" * (name in facts.hidden)
@@ -202,10 +195,8 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.works("horovod.tensorflow"):
         yield "  in TensorFlow", _loaded(facts, "horovod.tensorflow.operations")
     yield "GPUs", ", ".join(facts.gpus) or "none"
-    for label, values, sign in (
-        ("network", facts.interfaces, ": "),
-        ("environment", facts.variables, "="),
-    ):
+    shown = {"network": (facts.interfaces, ": "), "environment": (facts.variables, "=")}
+    for label, (values, sign) in shown.items():
         for i, (name, value) in enumerate(values.items()):
             yield "" if i else label, f"{name}{sign}{value}"
 

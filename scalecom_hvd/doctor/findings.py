@@ -15,8 +15,7 @@ from scalecom_hvd import native
 from scalecom_hvd.doctor.children import AS_ROOT
 from scalecom_hvd.doctor.facts import FRAMEWORKS, Facts
 
-# Something that is installed or set does not work; something is missing that not everyone needs;
-# nothing is wrong, but a user has to know this.
+# What is there does not work; something is missing that not everyone needs; good to know.
 LEVELS = WRONG, MISSING, NOTE = "wrong", "missing", "note"
 
 # Headers that Horovod's code uses and does not include. make setup names the same.
@@ -24,12 +23,12 @@ HOROVOD_HEADERS = ("algorithm", "cstdint", "sstream", "stdexcept", "string")
 
 
 class Finding(NamedTuple):
-    """One thing to know."""
+    """One thing to know, what to do about it, and a command to paste for that."""
 
     level: str
     what: str
-    advice: str  # what to do about it
-    command: str = ""  # to paste for that
+    advice: str
+    command: str = ""
 
 
 NO_GPU = Finding(
@@ -48,8 +47,8 @@ def findings(facts: Facts) -> list[Finding]:
 
 def of_failed_test(name: str, command: str) -> Finding:
     """The finding for a failed test of the self-test. command: runs the test again."""
-    what = f"the self-test fails: {name}"
-    return Finding(WRONG, what, "its last lines are above. To run it again:", command)
+    again = "its last lines are above. To run it again:"
+    return Finding(WRONG, f"the self-test fails: {name}", again, command)
 
 
 def build_horovod(framework: str) -> tuple[str, str]:

@@ -57,11 +57,7 @@ def run(device: str, dtype: torch.dtype, settings: Mapping[str, Any]) -> Iterato
 
 
 def check(device: str) -> int:
-    """Compare every kind of step with the CPU's. Returns how many kinds there were.
-
-    Raises:
-        AssertionError: a number differs.
-    """
+    """How many kinds of steps were compared. Raises AssertionError if a number differs."""
     kinds = list(itertools.product((torch.float32, torch.float16, torch.bfloat16), KINDS))
     for dtype, name in kinds:
         found, expected = (run(where, dtype, KINDS[name]) for where in (device, "cpu"))

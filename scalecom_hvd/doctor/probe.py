@@ -24,12 +24,8 @@ def _torch() -> dict[str, Any]:
     # A build without CUDA is asked, too: it says 0.
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     gloo = dist.is_available() and dist.is_gloo_available()
-    return {
-        "version": torch.__version__,
-        "cuda": torch.version.cuda or "",
-        "gpus": gpus,
-        "gloo": gloo,
-    }
+    cuda = torch.version.cuda or ""
+    return {"version": torch.__version__, "cuda": cuda, "gpus": gpus, "gloo": gloo}
 
 
 def _tensorflow() -> dict[str, Any]:

@@ -35,18 +35,14 @@ def check(
     gradients: Callable[[int, int], Arrays],
     take_step: Callable[[int], Arrays],
 ) -> None:
-    """Take the steps on this rank, and check each.
+    """Take the steps on this rank, and raise AssertionError if one differs from the reference's.
 
-    A step's gradients and averages depend on all earlier steps' parameters and residues, so these
-    are checked, too.
+    This checks parameters and residues too, because later steps depend on them.
 
     Args:
         shapes: {parameter: shape}, in the model's order.
         gradients: gives the gradients of a rank in a step, from (step, rank).
         take_step: takes a step, and gives the averages that came.
-
-    Raises:
-        AssertionError: a step differs from the reference's.
     """
     reference = ScaleComReference(RANKS, shapes, CONFIG)
     for step in range(STEPS):
@@ -70,10 +66,7 @@ def passed(kernel: str) -> None:
 
 
 def check_size(size: int) -> None:
-    """Raise RuntimeError unless all ranks have found each other, and limit this rank's lifetime.
-
-    size: how many ranks have.
-    """
+    """Raise RuntimeError unless all ranks have found each other, and limit this rank's lifetime."""
     faulthandler.dump_traceback_later(LIFETIME, exit=True)
     if size != RANKS:
         raise RuntimeError(

@@ -33,13 +33,13 @@ class Test(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of a test."""
+    """The result of a test, with the command that runs it again."""
 
     name: str
     ok: bool | None  # None: it was left out
     seconds: float
     says: str  # what the ranks say, or why it was left out, or the last lines of its output
-    command: str  # runs it again
+    command: str
 
 
 def tests(facts: Facts) -> list[Test]:
@@ -49,12 +49,11 @@ def tests(facts: Facts) -> list[Test]:
     # Half of TensorFlow's test is its start, so one launcher is enough.
     start = "horovodrun --gloo" if mpi else "mpirun"
     on_tensorflow = [*_by(start.split()[0], facts), *_rank("tensorflow")]
-    by_mpi, by_gloo = (
-        [*_by(launcher, facts), *_rank("torch"), "horovod"] for launcher in ("mpirun", "horovodrun")
-    )
+    on_torch = [*_rank("torch"), "horovod"]
+    by_mpi, by_gloo = _by("mpirun", facts), _by("horovodrun", facts)
     return [
-        Test("PyTorch on Horovod, mpirun", by_mpi, torch or mpi),
-        Test("PyTorch on Horovod, horovodrun --gloo", by_gloo, torch or gloo),
+        Test("PyTorch on Horovod, mpirun", by_mpi + on_torch, torch or mpi),
+        Test("PyTorch on Horovod, horovodrun --gloo", by_gloo + on_torch, torch or gloo),
         Test("PyTorch on torch.distributed, torchrun", _torchrun(), _why_not_torchrun(facts)),
         Test(f"TensorFlow on Horovod, {start}", on_tensorflow, tensorflow or (mpi and gloo)),
     ]
@@ -62,18 +61,17 @@ def tests(facts: Facts) -> list[Test]:
 
 def gpu_tests(facts: Facts) -> list[Test]:
     """The tests of `doctor --gpu`: steps to the bit, and training with each transport."""
-    none = _why_not_torchrun(facts) or (
-        "" if facts.says("torch", "gpus") else "PyTorch sees no GPU"
-    )
+    none = _why_not_torchrun(facts)
+    if not facts.says("torch", "gpus"):
+        none = none or "PyTorch sees no GPU"
     horovod = _why_not(facts, "torch", "horovod.torch") or _why_not_horovod(facts, "mpirun")
     steps = [sys.executable, "-m", "scalecom_hvd.doctor.gpu_steps"]
+    gloo, nccl = (_torchrun("cuda", f"cpu:gloo,cuda:{backend}") for backend in ("gloo", "nccl"))
     on_horovod = [*_by("mpirun", facts), *_rank("torch"), "horovod", "cuda"]
     return [
         Test("GPU: steps of simulated ranks", steps, none, ranks=1),
-        *(
-            Test(f"GPU: torchrun, {backend}", _torchrun("cuda", f"cpu:gloo,cuda:{backend}"), none)
-            for backend in ("gloo", "nccl")
-        ),
+        Test("GPU: torchrun, gloo", gloo, none),
+        Test("GPU: torchrun, nccl", nccl, none),
         Test("GPU: PyTorch on Horovod, mpirun", on_horovod, none or horovod),
     ]
 
@@ -95,11 +93,10 @@ def run(test: Test, limit: float) -> Result:
 def _words_of(outcome: children.Outcome) -> list[str]:
     """The first error in the output, and its last lines, which may be the launcher's own."""
     written = [line for line in outcome.output.splitlines() if line.strip()]
-    earlier = written[:-SHOWN]
-    first = next((i for i, line in enumerate(earlier) if ERROR.search(line)), len(earlier))
-    cause = [*earlier[first : first + 3], "..."] if first < len(earlier) else []
-    ending = [] if written and outcome.why == written[-1].strip() else [outcome.why]
-    return [*cause, *written[-SHOWN:], *ending]
+    earlier, last = written[:-SHOWN], written[-SHOWN:]
+    errors = (i for i, line in enumerate(earlier) if ERROR.search(line))
+    cause = next(([*earlier[i : i + 3], "..."] for i in errors), [])
+    return [*cause, *last, *([] if outcome.why in map(str.strip, last[-1:]) else [outcome.why])]
 
 
 def lines(result: Result) -> Iterator[str]:
@@ -114,8 +111,8 @@ def lines(result: Result) -> Iterator[str]:
 
 
 def _torchrun(*device: str) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*torchrun, "--nproc-per-node", str(RANKS), *_rank("torch")[1:], "hook", *device]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    return [sys.executable, *torchrun, str(RANKS), *_rank("torch")[1:], "hook", *device]
 
 
 def _rank(framework: str) -> list[str]:

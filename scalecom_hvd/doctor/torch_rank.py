@@ -72,12 +72,9 @@ def on_torch_distributed(device: str, backend: str) -> None:
 
 
 def trained(rank: int, called: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Train a model, in its wrapper if it has one, and check each step. Returns the kernel's name.
-
-    Raises:
-        AssertionError: a step differs from the reference's.
-    """
-    named = dict(getattr(called, "module", called).named_parameters())
+    """Train a model, in its wrapper if it has one, and check each step. Gives the kernel's name."""
+    bare = getattr(called, "module", called)
+    named = dict(bare.named_parameters())
     device = next(called.parameters()).device
 
     def loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -85,8 +82,7 @@ def trained(rank: int, called: nn.Module, optimizer: torch.optim.Optimizer) -> s
         return model(rows.to(device)).square().mean()
 
     def gradients(step: int, rank: int) -> dict[str, Array]:
-        own = loss(getattr(called, "module", called), step, rank)
-        grads = torch.autograd.grad(own, list(named.values()))
+        grads = torch.autograd.grad(loss(bare, step, rank), list(named.values()))
         return {name: grad.cpu().numpy() for name, grad in zip(named, grads, strict=True)}
 
     def take_step(step: int) -> dict[str, Array]:
@@ -103,19 +99,16 @@ def trained(rank: int, called: nn.Module, optimizer: torch.optim.Optimizer) -> s
 def use_device(device: str, local_rank: int, ranks: int = rank_check.RANKS) -> torch.device:
     """Have this rank use a device of its own, or share one if there are fewer than ranks.
 
-    NCCL accepts ranks that share a GPU only if each says that it is on a machine of its own.
-
     Args:
         device: "cpu", or the type of an accelerator.
-        local_rank: this rank's number on its machine.
-        ranks: how many ranks there are on the machine.
+        local_rank, ranks: this rank's number on its machine, and how many ranks are there.
     """
     if device == "cpu":
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     own = torch.device(device, local_rank % count)
     torch.accelerator.set_device_index(own)
-    if count < ranks:
+    if count < ranks:  # NCCL then wants each to say that it is on a machine of its own
         os.environ["NCCL_HOSTID"] = f"rank {local_rank}"
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     return own
@@ -126,10 +119,7 @@ def main(face: str, device: str = "cpu", backend: str = "gloo") -> None:
     # With several threads, sums in another order could choose another element.
     torch.set_num_threads(1)
     np.seterr(all="raise", under="ignore")
-    if face == "horovod":
-        on_horovod(device)
-    else:
-        on_torch_distributed(device, backend)
+    on_horovod(device) if face == "horovod" else on_torch_distributed(device, backend)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def test_what_cannot_be_loaded_is_wrong_and_what_is_not_there_is_missing(run, co
     (package / "native" / "_lanes.so").write_bytes(b"no library")
     output = run([*DOCTOR, "--no-self-test", "--json"], fails=True, **environment)
     found = json.loads(output[output.index("{") :])
-    assert found["facts"]["place"] == str(package)
+    assert found["facts"]["about"]["scalecom_hvd"].endswith(f", {package}")
     assert [f["level"] for f in found["findings"] if "the kernel in C" in f["what"]] == ["wrong"]
     for library in (package / "native").glob("*.so"):
         library.unlink()
