@@ -182,24 +182,21 @@ class ScaleComConfig:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         listed = isinstance(self.dense, Iterable) and not isinstance(self.dense, str)
-        if listed:
-            fix("dense", tuple(self.dense))
+        fix("dense", tuple(self.dense) if listed else self.dense)
         if not listed or not all(isinstance(glob, str) for glob in self.dense):
             raise TypeError(
                 "dense must be a list of globs on parameter names, such as ['head.*'], "
                 f"not {self.dense!r}"
             )
         if self.rates is not None:
-            if not isinstance(self.rates, Mapping) and not _are_pairs(self.rates):
+            try:
+                rates = dict(self.rates)  # a state has pairs
+            except (TypeError, ValueError):
                 raise TypeError(
                     "rates must map globs on parameter names to rates, such as {'conv*': 50}, "
                     f"not {self.rates!r}"
-                )
-            pairs = dict(self.rates).items()
-            fix(
-                "rates",
-                {str(glob): checked_number(f"rates[{glob!r}]", rate) for glob, rate in pairs},
-            )
+                ) from None
+            fix("rates", {str(g): checked_number(f"rates[{g!r}]", r) for g, r in rates.items()})
 
     def _check_ranges(self) -> None:
         rates = {f"rates[{glob!r}]": rate for glob, rate in (self.rates or {}).items()}
@@ -233,8 +230,7 @@ class ScaleComConfig:
             if value not in allowed:
                 listed = ", ".join(map(repr, allowed))
                 raise ValueError(f"{name} must be one of {listed}, not {value!r}")
-        few_bits = self.bits is not None and self.bits < 32
-        if few_bits and not 2 <= self.bits <= 8 or not few_bits and self.bits not in (None, 32):
+        if self.bits not in (None, 32, *range(2, 9)):
             raise ValueError(
                 f"bits must be from 2 to 8, or 32 (values are not quantised), not {self.bits}. 3 "
                 "is best for most models"
@@ -243,7 +239,7 @@ class ScaleComConfig:
 
     def _check_automatic(self) -> None:
         for setting, globs in (("dense", self.dense), ("rates", self.rates or ())):
-            for glob in filter(_is_automatic, globs):
+            for glob in (glob for glob in globs if glob.startswith("auto:")):
                 if glob != "auto:output":
                     raise ValueError(
                         f"{setting} accepts 'auto:output', but not {glob!r}: name that layer's "
@@ -303,10 +299,8 @@ class ScaleComConfig:
         """
         fields = dataclasses.asdict(self)
         fields["dense"] = list(self.dense)
-        # As pairs, because their order matters: the first match wins. Dicts are equal in any order.
-        fields["rates"] = (
-            None if self.rates is None else [list(pair) for pair in self.rates.items()]
-        )
+        if self.rates is not None:  # as pairs, because the first match wins
+            fields["rates"] = [list(pair) for pair in self.rates.items()]
         return fields
 
     @property
@@ -316,8 +310,7 @@ class ScaleComConfig:
 
     def rate_in_warmup(self, rate: float) -> float:
         """The rate, in a warm-up that is not sent whole, of a tensor whose own rate is this."""
-        is_compressed = self.warmup_steps and self.warmup_rate > 1
-        return min(rate, self.warmup_rate) if is_compressed else rate
+        return min(rate, self.warmup_rate) if self.warmup_steps and self.warmup_rate > 1 else rate
 
     @property
     def levels(self) -> int:
@@ -344,10 +337,11 @@ class ScaleComConfig:
             TypeError: a variable's value has a type that cannot work.
             ValueError: a variable with the prefix is unknown, or its value cannot work.
         """
-        found: dict[str, tuple[str, str]] = {}
-        for variable, text in os.environ.items():
-            if variable.startswith(ENVIRONMENT_PREFIX) and variable not in OTHER_VARIABLES:
-                found[variable.removeprefix(ENVIRONMENT_PREFIX).lower()] = (variable, text)
+        found = {
+            variable.removeprefix(ENVIRONMENT_PREFIX).lower(): (variable, text)
+            for variable, text in os.environ.items()
+            if variable.startswith(ENVIRONMENT_PREFIX) and variable not in OTHER_VARIABLES
+        }
         _check_names(
             found, "the environment sets", lambda name: f"{ENVIRONMENT_PREFIX}{name.upper()}"
         )
@@ -400,9 +394,7 @@ class ScaleComConfig:
         Raises:
             ValueError: a glob in `dense` or `rates` matches no name.
         """
-        whole: set[str] = set()
-        for glob in self.dense:
-            whole.update(_matching(glob, shapes, "dense"))
+        whole = {name for glob in self.dense for name in _matching(glob, shapes, "dense")}
         chosen: dict[str, float] = {}
         for glob, rate in (self.rates or {}).items():
             for name in _matching(glob, shapes, "rates"):
@@ -442,12 +434,6 @@ def _integer(name: str, value: object) -> int:
     raise TypeError(f"{name} must be a whole number, not {value!r}")
 
 
-def _are_pairs(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and all(
-        isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in value
-    )
-
-
 def _check_names(names: Iterable[str], complaint: str, spell: Callable[[str], str] = str) -> None:
     """Raise ValueError for the first name that is no field. spell: writes a name as it is there."""
     known = [field.name for field in dataclasses.fields(ScaleComConfig)]
@@ -456,23 +442,19 @@ def _check_names(names: Iterable[str], complaint: str, spell: Callable[[str], st
             near = difflib.get_close_matches(str(name), known, n=1)
             listed = ", ".join(map(spell, known))
             hint = f"did you mean {spell(near[0])}?" if near else f"the settings are {listed}"
-            if name == "planned_steps":
-                hint = f"it is called {spell('total_steps')} now"
-            if name == "step_ahead":
-                hint = (
-                    "gradients are no longer computed a step ahead, and the optimizer's momentum "
-                    f"does the same for accuracy. Leave it out, or give {spell('nu')}=1 where it "
-                    "was 0"
-                )
-            if name == "wire_dtype":
-                hint = f"values no longer travel in float16. Give {spell('bits')}=8, which is less"
-            if name in OPTIMIZERS_ARGUMENTS:
-                hint = "that is an argument of DistributedOptimizer"
-            raise ValueError(f"{complaint} {spell(str(name))}; {hint}")
+            hints = {
+                "planned_steps": f"it is called {spell('total_steps')} now",
+                "step_ahead": "gradients are no longer computed a step ahead, and the optimizer's "
+                "momentum does the same for accuracy. Leave it out, or give "
+                f"{spell('nu')}=1 where it was 0",
+                "wire_dtype": "values no longer travel in float16. Give "
+                f"{spell('bits')}=8, which is less",
+            } | dict.fromkeys(OPTIMIZERS_ARGUMENTS, "that is an argument of DistributedOptimizer")
+            raise ValueError(f"{complaint} {spell(str(name))}; {hints.get(name, hint)}")
 
 
 def _matching(glob: str, shapes: Mapping[str, tuple[int, ...]], setting: str) -> list[str]:
-    if _is_automatic(glob):
+    if glob == "auto:output":
         return _output_layer(shapes, setting)
     matched = [name for name in shapes if fnmatchcase(name, glob)]
     if not matched:
@@ -482,10 +464,6 @@ def _matching(glob: str, shapes: Mapping[str, tuple[int, ...]], setting: str) ->
             f"{', '.join(near)}, ..."
         )
     return matched
-
-
-def _is_automatic(glob: str) -> bool:
-    return glob.startswith("auto:")
 
 
 def _output_layer(shapes: Mapping[str, tuple[int, ...]], setting: str) -> list[str]:

@@ -73,7 +73,13 @@ def check_run(
     check_length(total, warmup, rates.values())
     check_share_whole(rates, {name: math.prod(shape) for name, shape in shapes.items()})
     check_output_layer(config, rates, shapes)
-    check_look_ahead(config)
+    # If nu is None in resolved settings, the optimizer's momentum is made quasi-hyperbolic.
+    if config.lookahead and config.beta > LOOK_AHEAD_BETA and config.nu == 1:
+        log.warning(
+            "look-ahead with beta=%g breaks training without batch norm: leave beta at its "
+            "default, or give beta=0.1",
+            config.beta,
+        )
 
 
 def check_share_whole(rates: Mapping[str, float], numels: Mapping[str, int]) -> None:
@@ -138,19 +144,6 @@ def check_length(total: int | None, warmup: int, rates: Iterable[float]) -> None
             steps / rate,
             SENDS_WANTED,
             max(math.floor(steps / SENDS_WANTED), 1),
-        )
-
-
-def check_look_ahead(config: ScaleComConfig) -> None:
-    """Log one warning if look-ahead comes with a beta that breaks training without batch norm.
-
-    If nu is None in resolved settings, the optimizer's momentum is made quasi-hyperbolic.
-    """
-    if config.lookahead and config.beta > LOOK_AHEAD_BETA and config.nu == 1:
-        log.warning(
-            "look-ahead with beta=%g breaks training without batch norm: leave beta at its "
-            "default, or give beta=0.1",
-            config.beta,
         )
 
 

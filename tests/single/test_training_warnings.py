@@ -11,8 +11,8 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.training_warnings import (
     Health,
     check_length,
-    check_look_ahead,
     check_output_layer,
+    check_run,
     check_share_whole,
     growth_limit,
 )
@@ -99,7 +99,7 @@ def test_much_of_a_large_model_sent_whole_is_said(caplog):
     ids=str,
 )
 def test_look_ahead_with_a_beta_near_one(caplog, fields, warnings):
-    check_look_ahead(ScaleComConfig(**fields).resolved())
+    check_run(ScaleComConfig(**fields).resolved(), {}, {}, None, 0)
     assert len(caplog.records) == warnings
     assert not warnings or "look-ahead with beta=1 breaks training" in caplog.text
 
