@@ -44,13 +44,7 @@ class Quantiser:
     seed: int = 0
 
     def is_gathered(self, payload: torch.Tensor, sent: torch.Tensor, ranks: int) -> bool:
-        """Whether gathering these bytes is less traffic than summing what they stand for.
-
-        Args:
-            payload: the bytes, uint8.
-            sent: the values (K,) that the bytes stand for.
-            ranks: how many ranks there are.
-        """
+        """Whether gathering `payload` (uint8) is less traffic than summing the values `sent`."""
         return ranks * payload.numel() < 2 * sent.numel() * sent.element_size()
 
     def quantise(
@@ -84,15 +78,12 @@ class Quantiser:
     def pack(
         self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator
     ) -> torch.Tensor:
-        """Turn values into the bytes that travel: scales, then levels.
+        """Turn values (K,) into the bytes that travel, uint8: scales, then levels.
 
         Args:
-            values: (K,).
+            values: the values.
             counts: how many of the values belong to each tensor.
             random: the generator of random numbers.
-
-        Returns:
-            The bytes, uint8.
         """
         layout = _layout(counts, self.block, values.device)
         blocks, lengths = layout.spread(values), layout.lengths
@@ -134,7 +125,16 @@ class Quantiser:
         return f"{type(self).__name__}({settings})"
 
 
-class QSGD(Quantiser):
+class _InBlocks(Quantiser):
+    """A quantiser that is told how many values share scales."""
+
+    def __init__(self, *, block: int = BLOCK) -> None:
+        if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+            raise ValueError(f"block must be a whole number of values, at least 1, not {block!r}")
+        self.block = block
+
+
+class QSGD(_InBlocks):
     """Rounds to 2s + 1 levels of the block's norm, up or down at random.
 
     From Alistarh et al., 2017, arXiv 1610.02132.
@@ -170,11 +170,9 @@ class QSGD(Quantiser):
             )
         if norm not in ("max", 2):
             raise ValueError(f'norm must be "max" or 2, not {norm!r}')
-        if block is not None:
-            _check_block(block)
         self.levels, self.norm, self.seed = levels, norm, int(seed)
         small = (size for size in (512, 256, 128, 64) if self._variance(size) < 1)
-        self.block = block if block is not None else next(small, 64)
+        super().__init__(block=next(small, 64) if block is None else block)
         self.scaled = scaled if scaled is not None else self.variance >= 1
 
     @property
@@ -224,7 +222,7 @@ class QSGD(Quantiser):
         return levels.to(scales.dtype) / scales.new_full((), self.levels) * scales
 
 
-class Sign(Quantiser):
+class Sign(_InBlocks):
     """The sign, in one bit, times the mean magnitude in the block.
 
     With a top-k choice, this is Qsparse's SignTop-k (Basu et al., 2019, arXiv 1906.02367, section
@@ -240,10 +238,6 @@ class Sign(Quantiser):
 
     bits = 1
 
-    def __init__(self, *, block: int = BLOCK) -> None:
-        _check_block(block)
-        self.block = block
-
     def quantise(
         self, blocks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -255,7 +249,7 @@ class Sign(Quantiser):
         return torch.where(levels < 0, -scales, scales)
 
 
-class BinMeans(Quantiser):
+class BinMeans(_InBlocks):
     """The mean of a value's bin, in two bits: its sign, and whether it is large in the block.
 
     A value is large if its magnitude is above the block's mean. The four means travel as scales. As
@@ -270,10 +264,6 @@ class BinMeans(Quantiser):
     """
 
     bits, scales = 2, 4
-
-    def __init__(self, *, block: int = BLOCK) -> None:
-        _check_block(block)
-        self.block = block
 
     def quantise(
         self, blocks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
@@ -340,16 +330,9 @@ def quantiser_of(value: Quantiser | type[Quantiser] | None) -> Quantiser:
 
 
 def pack_levels(levels: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack several levels into each byte, as two's complement, the first in the lowest bits.
+    """Pack levels of 1, 2, 4 or 8 bits into bytes, the first in the lowest bits.
 
-    Zeros fill the last byte.
-
-    Args:
-        levels: int8.
-        bits: bits per level: 1, 2, 4 or 8.
-
-    Returns:
-        uint8.
+    Levels are int8, and fields two's complement. Zeros fill the last byte.
     """
     each = 8 // bits
     fields = levels.view(torch.uint8) & (2**bits - 1)
@@ -383,22 +366,21 @@ class BlockLayout:
     """
 
     def __init__(self, counts: Sequence[int], block: int, device: torch.device) -> None:
-        slots: list[range] = []
+        slots: list[torch.Tensor] = []
         lengths: list[int] = []
-        begin = 0
-        for count in counts:
-            slots.append(range(begin, begin + count))
-            own = -(-count // block)
-            lengths += [block] * (own - 1) + [count - block * (own - 1)] if own else []
-            begin += own * block
-        self.lengths = torch.tensor(lengths, dtype=torch.float64, device=device)
-        self._shape, self._count = (len(lengths), block), sum(counts)
         # Where each value lies. None: values lie one after the other. Then nothing as large as the
         # values is kept.
         self._slots: torch.Tensor | None = None
-        if any(count % block for count in counts[:-1]):
-            places = [torch.arange(own.start, own.stop, device=device) for own in slots]
-            self._slots = torch.cat(places)
+        are_apart = any(count % block for count in counts[:-1])
+        for count in counts:
+            begin = len(lengths) * block
+            lengths += [min(block, count - at) for at in range(0, count, block)]
+            if are_apart:
+                slots.append(torch.arange(begin, begin + count, device=device))
+        if are_apart:
+            self._slots = torch.cat(slots)
+        self.lengths = torch.tensor(lengths, dtype=torch.float64, device=device)
+        self._shape, self._count = (len(lengths), block), sum(counts)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """Put values, or levels, (K,) at their indices in (blocks, block), with zeros elsewhere."""
@@ -410,11 +392,6 @@ class BlockLayout:
         """The inverse of `spread`."""
         flat = blocks.reshape(-1)
         return flat[: self._count] if self._slots is None else flat[self._slots]
-
-
-def _check_block(block: int) -> None:
-    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
-        raise ValueError(f"block must be a whole number of values, at least 1, not {block!r}")
 
 
 def _layout(counts: Sequence[int], block: int, device: torch.device) -> BlockLayout:
@@ -429,10 +406,7 @@ def _layout_on(
 
 
 def generator(*numbers: int) -> torch.Generator:
-    """A generator that depends only on these numbers, such as (seed, step, bucket).
-
-    On ranks that give the same numbers, it draws the same.
-    """
+    """A generator that draws the same wherever it gets the same numbers (seed, step, bucket)."""
     seed = 0
     for number in numbers:
         seed = (seed * 1_000_003 + number + 1) % 2**63
