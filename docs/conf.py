@@ -1,22 +1,42 @@
 """How Sphinx makes a site of docs/: `make docs`. A warning is an error there.
 
-Nothing of the package is imported: the reference is written by scripts/checks/reference_pages.py.
+The API page is made of docstrings. The frameworks are mocked, so they need not be installed.
 """
 
 import re
+import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "scalecom_hvd"
+from sphinx.ext.autodoc.mock import _MockObject
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 project = "scalecom_hvd"
 author = "scalecom_hvd contributors"
-release = version = re.search(r'__version__ = "(.+)"', (PACKAGE / "__init__.py").read_text())[1]
-extensions = ["myst_parser", "sphinx_copybutton"]
+init = (ROOT / "scalecom_hvd" / "__init__.py").read_text()
+release = version = re.search(r'__version__ = "(.+)"', init)[1]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
 exclude_patterns = ["_build"]
+default_role = "code"
+maximum_signature_line_length = 80
+smartquotes = False  # a reader copies what stands in quotes
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
-smartquotes = False  # a reader copies what stands in quotes
+
+autodoc_mock_imports = ["horovod", "numpy", "tensorflow", "torch", "triton"]
+_MockObject.__or__ = _MockObject.__ror__ = lambda mock, other: mock  # int | torch.Tensor
+autodoc_typehints = "none"  # docstrings say what arguments are
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+napoleon_use_param = False  # "a, b: ..." is about two arguments
+napoleon_custom_sections = ["Returns"]  # a sentence, which may hold a colon: no type before it
 
 # What is copied of an example is what a reader types.
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
@@ -27,3 +47,16 @@ html_title = f"scalecom_hvd {release}"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 html_show_copyright = False
+
+
+def setup(app):
+    """Show defaults in signatures as numbers, and by public names."""
+
+    def process_signature(app, what, name, thing, options, signature, returns):
+        if not signature:
+            return None
+        block = getattr(sys.modules[thing.__module__], "BLOCK", None)
+        signature = signature.replace("_horovod_tensorflow.", "horovod.")
+        return signature.replace("=BLOCK", f"={block}"), returns
+
+    app.connect("autodoc-process-signature", process_signature)

@@ -49,7 +49,7 @@ def named_collectives() -> dict[str, Callable[..., Any]]:
     named = {}
     for operation, prefix, ending in itertools.product(_OPERATIONS, _PREFIXES, _ENDINGS):
         name = prefix + operation + ending
-        function = getattr(mpi_ops, name, None)
+        function = vars(mpi_ops).get(name)
         if function is not None:
             is_differentiable = not ending
             own = _moved(function, namespace) if is_differentiable else function
