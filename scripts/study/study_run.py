@@ -23,8 +23,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where code_version.py is
 
 import code_version
-import study_demo
-import study_powersgd
+import study_rivals
 import study_tasks
 import torch
 import training_torch
@@ -277,7 +276,7 @@ def optimizer_of(
 ) -> torch.optim.Optimizer:
     """The run's optimizer. The learning rate is set at every step."""
     if run.method == "DeMo":
-        return study_demo.Sign(parameters)
+        return study_rivals.Sign(parameters)
     momentum = task.momentum if run.momentum is None else run.momentum
     options = SimpleNamespace(
         optimizer=run.optimizer, momentum=momentum, weight_decay=task.weight_decay
@@ -315,7 +314,7 @@ def simulate(
     if run.method == "dense":
         method, options = hvd.ScaleCom, {"dense": ["*"], "warmup_steps": 0}
     else:
-        rivals = {"DeMo": study_demo.DeMo, "PowerSGD": study_powersgd.PowerSGD}
+        rivals = {"DeMo": study_rivals.DeMo, "PowerSGD": study_rivals.PowerSGD}
         method = rivals.get(run.method) or getattr(hvd, run.method)
         recommended: dict[str, Any] = {}
         if run.warmup is not None:
@@ -364,7 +363,7 @@ def fingerprint() -> str:
     own = [
         study_tasks.EXAMPLES.parent / f"{name}.py"
         for name in (
-            *("study/study_run", "study/study_tasks", "study/study_demo", "study/study_powersgd"),
+            *("study/study_run", "study/study_tasks", "study/study_rivals"),
             *("examples/train_image", "examples/train_char_lm", "examples/digits"),
             "examples/training_torch",
         )
