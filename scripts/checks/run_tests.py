@@ -55,39 +55,42 @@ LATE, CUDA = {"TESTS_DEVICE": "delayed"}, {"TESTS_DEVICE": "cuda"}
 
 @dataclass(frozen=True)
 class Part:
-    """A command that runs some tests. marks: pytest's -m. alone: it has all cores to itself."""
+    """Some tests, or a tool of another kind if there are no tests.
 
-    command: Sequence[str]
+    Attributes:
+        words: what follows `python -m`.
+        tests: pytest's files.
+        marks: pytest's -m.
+        limit: seconds.
+        alone: whether it has all cores to itself.
+    """
+
+    words: Sequence[str]
     tests: Sequence[str] = ()
     marks: str = EVERYDAY
-    limit: int = 1200  # seconds
+    limit: int = 1200
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     alone: bool = False
 
-    @property
-    def line(self) -> list[str]:
-        return [*self.command, *(["-m", self.marks, *self.tests] if self.tests else [])]
+    def line(self, name: str) -> list[str]:
+        """The command. A part's name says on how many ranks it runs, and who launches them."""
+        program = ["-m", *self.words, *(["-m", self.marks, *self.tests] if self.tests else [])]
+        ranks = re.search(r", (mpirun|torchrun|horovodrun --gloo) -np (\d)", name)
+        if not ranks:
+            return [sys.executable, *program]
+        interpreter = launch.TORCH_ALONE if "torch alone" in name else Path(sys.executable)
+        tagged = ranks[1] == "mpirun"
+        return launch.command(ranks[1], int(ranks[2]), program, tagged, interpreter)
 
 
-def tool(*words: str, **more: Any) -> Part:
-    return Part([sys.executable, "-m", *words], **more)
+def pytest(folder: str, *options: str, **more: Any) -> Part:
+    return Part(["pytest", "-q", "--color=no", *options], [f"tests/{folder}"], **more)
 
 
-def pytest(tests: str, *options: str, **more: Any) -> Part:
-    return tool("pytest", "-q", "--color=no", *options, tests=[f"tests/{tests}"], **more)
-
-
-def on_ranks(
-    launcher: str, ranks: int, tests: Sequence[str], *options: str, torch_alone=False, **more: Any
-) -> Part:
+def on_ranks(tests: Sequence[str], *options: str, **more: Any) -> Part:
     """Tests of tests/parallel. A rank that waits for ever is ended, and tells where it waits."""
-    program = ["-m", "pytest", "-q", "--color=no", "-x", "--timeout=100", "--timeout-method=thread"]
-    interpreter = launch.TORCH_ALONE if torch_alone else Path(sys.executable)
-    if launcher == "torchrun":  # it sets this too, with a warning
-        more["environment"] = {"OMP_NUM_THREADS": "1", **more.get("environment", {})}
-    tagged = launcher == "mpirun"
-    line = launch.command(launcher, ranks, [*program, *options], tagged, interpreter)
-    return Part(line, tests, **more)
+    waits = ["-x", "--timeout=100", "--timeout-method=thread"]
+    return Part(["pytest", "-q", "--color=no", *waits, *options], tests, **more)
 
 
 def named(names: str, of: str = "") -> list[str]:
@@ -107,109 +110,102 @@ PROGRAMS = named("torch_differential torch_local_differential")
 TENSORFLOW = named("tensorflow_*")
 TAPES = f"{PARALLEL}tensorflow_tape.py::test_"
 # What Gloo and more than two ranks may change for TensorFlow.
-UNLIKE = [f"{TAPES}gradients_that_come_later_on_one_rank_alone"]
+UNLIKE = f"{TAPES}gradients_that_come_later_on_one_rank_alone"
 SETS = f"{TAPES}process_sets_have_leaders_of_their_own"  # they need 4 ranks
-GLOO = "horovodrun --gloo"
 # Two nodes of two ranks.
 NODES = named("nodes sharded sharded_differential tensor_parallel", "ddp_")
 OF_DEVICES, PAGES = named("ddp_devices"), named("ddp_pages")
 # The tests of torch.distributed's face: its own, and those of both faces.
 OWN = named("ddp_*")
-DDP = [
-    *without(OWN, NODES + OF_DEVICES),
-    *named("amp orders parity state stateful_method changed_gradients one_rank_loads", "torch_"),
-    *named("thrown_away unlike_ranks", "torch_"),
-]
+DDP = without(OWN, NODES + OF_DEVICES)
+DDP += named("amp orders parity state stateful_method changed_gradients one_rank_loads", "torch_")
+DDP += named("thrown_away unlike_ranks", "torch_")
 DDP_LONG = named("diagnostics local_steps methods parity simulator", "torch_")
 # What Gloo has added up before all ranks have come. It needs three ranks.
 SUMS = [f"{PARALLEL}torch_unlike_ranks.py::test_one_rank_loads_its_residues_and_nothing_is_lost"]
 # They run at the same time, the longest first: see tests/integration/conftest.py.
 AT_ONCE = ("-n", str(min(4, len(CORES))), "--dist", "loadgroup", "--no-loadscope-reorder")
-SLOW = "--timeout=200"
+SLOW, PATIENT = "--timeout=200", "--timeout=300"
 
 # The longest come first.
 SHORT = {
-    "ruff check": tool("ruff", "check", ".", limit=60),
-    "ruff format": tool("ruff", "format", "--check", ".", limit=60),
-    "mypy": tool("mypy", limit=300),
-    "torch, mpirun -np 2": on_ranks("mpirun", 2, TORCH),
-    "tensorflow, mpirun -np 2": on_ranks("mpirun", 2, TENSORFLOW),
+    "ruff check": Part(["ruff", "check", "."], limit=60),
+    "ruff format": Part(["ruff", "format", "--check", "."], limit=60),
+    "mypy": Part(["mypy"], limit=300),
+    "torch, mpirun -np 2": on_ranks(TORCH),
+    "tensorflow, mpirun -np 2": on_ranks(TENSORFLOW),
     "single": pytest("single", SLOW),
-    "ddp, torchrun -np 2": on_ranks("torchrun", 2, DDP),
-    "ddp nodes, torchrun -np 4": on_ranks("torchrun", 4, NODES),
-    "device, torchrun -np 2": on_ranks("torchrun", 2, OF_DEVICES, environment=LATE),
+    "ddp, torchrun -np 2": on_ranks(DDP),
+    "ddp nodes, torchrun -np 4": on_ranks(NODES),
+    "device, torchrun -np 2": on_ranks(OF_DEVICES, environment=LATE),
     "device, one process": pytest("delayed", SLOW),
-    "integration": pytest("integration", *AT_ONCE, "--timeout=300", alone=True),
+    "integration": pytest("integration", *AT_ONCE, PATIENT, alone=True),
 }
 FUZZ = ("-k", "test_random_programs")
+FEW_OF_TENSORFLOW = [*named("differential parity", "tensorflow_"), SETS, UNLIKE]
 LONG = {
-    "torch, mpirun -np 4": on_ranks("mpirun", 4, OF_MANY, marks=ALL),
-    "torch, horovodrun --gloo -np 2": on_ranks(GLOO, 2, OF_MANY, marks=ALL),
-    "ddp, torchrun -np 3": on_ranks("torchrun", 3, SUMS),
-    "ddp, torch alone, torchrun -np 2": on_ranks(
-        "torchrun", 2, DDP_LONG, marks=ALL, torch_alone=True
-    ),
+    "torch, mpirun -np 4": on_ranks(OF_MANY, marks=ALL),
+    "torch, horovodrun --gloo -np 2": on_ranks(OF_MANY, marks=ALL),
+    "ddp, torchrun -np 3": on_ranks(SUMS),
+    "ddp, torch alone, torchrun -np 2": on_ranks(DDP_LONG, marks=ALL),
     # The pages' scripts say where they run.
     "device, torchrun -np 2, the rest": on_ranks(
-        "torchrun", 2, without(DDP, PAGES), SLOW, environment=LATE, limit=2400
+        without(DDP, PAGES), SLOW, environment=LATE, limit=2400
     ),
     "device, one process, the rest": pytest("delayed", SLOW, marks=LONG_ONES),
     # Plain FSDP2 frees what other streams read, so there it is no oracle for random programs.
     "device nodes, torchrun -np 4": on_ranks(
-        "torchrun", 4, named("nodes sharded tensor_parallel", "ddp_"), SLOW, environment=LATE
+        named("nodes sharded tensor_parallel", "ddp_"), SLOW, environment=LATE
     ),
     "ddp, torch alone, torchrun -np 4": on_ranks(
-        "torchrun", 4, without(OWN, OF_DEVICES), marks=ALL, torch_alone=True, environment=MINUTE
+        without(OWN, OF_DEVICES), marks=ALL, environment=MINUTE
     ),
+    # No launcher changes plain operations.
     "tensorflow, mpirun -np 4": on_ranks(
-        "mpirun",
-        4,
-        [*named("differential parity", "tensorflow_"), SETS, *UNLIKE],
-        *("-k", "not plain_operations"),  # no launcher changes them
-        marks=ALL,
+        FEW_OF_TENSORFLOW, "-k", "not plain_operations", marks=ALL
     ),
     "tensorflow, horovodrun --gloo -np 2": on_ranks(
-        GLOO, 2, [*named("differential state", "tensorflow_"), *UNLIKE], marks=ALL
+        [*named("differential state", "tensorflow_"), UNLIKE], marks=ALL
     ),
-    "tensorflow, mpirun -np 2, the rest": on_ranks("mpirun", 2, TENSORFLOW, marks=LONG_ONES),
-    "programs, mpirun -np 3": on_ranks("mpirun", 3, PROGRAMS, *FUZZ, environment=MINUTE),
-    "programs, horovodrun --gloo -np 4": on_ranks(GLOO, 4, PROGRAMS, *FUZZ, environment=MINUTE),
-    "long tests of one process": pytest("single", "--timeout=300", marks=LONG_ONES),
+    "tensorflow, mpirun -np 2, the rest": on_ranks(TENSORFLOW, marks=LONG_ONES),
+    "programs, mpirun -np 3": on_ranks(PROGRAMS, *FUZZ, environment=MINUTE),
+    "programs, horovodrun --gloo -np 4": on_ranks(PROGRAMS, *FUZZ, environment=MINUTE),
+    "long tests of one process": pytest("single", PATIENT, marks=LONG_ONES),
     "long integration": pytest(
         "integration", *AT_ONCE, "--timeout=1000", marks=LONG_ONES, limit=2400, alone=True
     ),
 }
-PATIENT = "--timeout=300"  # NCCL's ranks that share a GPU take turns on it
 ON_GLOO = [*OF_DEVICES, *without(DDP, PAGES), *named("torch_methods")]
 ON_NCCL = named("ddp_devices ddp_hook ddp_optimizer ddp_momentum torch_amp")
+# NCCL's ranks that share a GPU take turns on it, which needs patience. FSDP2 is not tested over
+# Gloo, because it ends the process there (PyTorch 2.11).
 GPU = {
-    "GPU, doctor": tool("scalecom_hvd", "doctor", "--gpu", alone=True),
+    "GPU, doctor": Part(["scalecom_hvd", "doctor", "--gpu"], alone=True),
     "GPU, kernel": pytest("single/test_triton.py", marks=ALL),
-    "GPU, Gloo, torchrun -np 2": on_ranks(
-        "torchrun", 2, ON_GLOO, environment=CUDA | {"TESTS_BACKEND": "gloo"}
-    ),
-    "GPU, NCCL, torchrun -np 2": on_ranks("torchrun", 2, ON_NCCL, PATIENT, environment=CUDA),
-    # Not over Gloo, because FSDP2 ends the process there (PyTorch 2.11).
-    "GPU, NCCL, nodes, torchrun -np 4": on_ranks("torchrun", 4, NODES, PATIENT, environment=CUDA),
+    "GPU, Gloo, torchrun -np 2": on_ranks(ON_GLOO, environment=CUDA | {"TESTS_BACKEND": "gloo"}),
+    "GPU, NCCL, torchrun -np 2": on_ranks(ON_NCCL, PATIENT, environment=CUDA),
+    "GPU, NCCL, nodes, torchrun -np 4": on_ranks(NODES, PATIENT, environment=CUDA),
 }
 PARTS = SHORT | LONG | GPU
 running: set[subprocess.Popen] = set()
 
 
-def run(name: str, part: Part, show: bool) -> tuple[bool, int]:
+def run(name: str, part: Part) -> tuple[bool, int]:
     """Run a part on this thread's cores, and say how it went. Nothing that it starts is left.
 
     Return whether it succeeded, and how many tests passed.
     """
-    begun = time.time()
+    begun, line = time.time(), part.line(name)
     with tempfile.TemporaryDirectory() as folder:
         diary, log = Path(folder, "diary"), Path(folder, "log")
+        # torchrun sets the number of threads too, but with a warning.
+        more = {"OMP_NUM_THREADS": "1"} if "torchrun" in name else {}
         process = subprocess.Popen(
-            part.line,
+            line,
             cwd=ROOT,
-            env=launch.environment(TEST_DIARY=str(diary), **YIELD, **part.environment),
+            env=launch.environment(TEST_DIARY=str(diary), **YIELD, **more, **part.environment),
             stdin=subprocess.DEVNULL,
-            stdout=None if show else log.open("w"),
+            stdout=log.open("w"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
@@ -223,20 +219,20 @@ def run(name: str, part: Part, show: bool) -> tuple[bool, int]:
             time.sleep(3)
         end(process)
         running.discard(process)
-        output = "" if show else log.read_text(errors="replace")
-        failed = failed_tests(diary)
-    # Ranks run the same tests, so the smallest count is the number of tests that passed on all of
-    # them.
+        output, failed = log.read_text(errors="replace"), failed_tests(diary)
+    # Ranks run the same tests, so the smallest count is the number of tests that passed on all.
     passed = min(map(int, re.findall(r"(\d+) passed", output)), default=int(verdict == "ok"))
     count = f"{passed} tests" if part.tests else ""
-    lines = [f"{name:42s} {verdict:8s} {count:12s} {time.time() - begun:5.0f} s"]
+    print(f"{name:42s} {verdict:8s} {count:12s} {time.time() - begun:5.0f} s", flush=True)
     if verdict != "ok":
-        lines.append(f"--- output of: {' '.join(part.line)}\n{without_frames_of_launchers(output)}")
-        lines.append(f"--- end of the output of {name}")
-        for test in failed:
-            again = [".venv/bin/python", "scripts/checks/run_tests.py", name, "--test", test]
-            lines.append(f"--- run it again: {shlex.join(again)}")
-    print("\n".join(lines), flush=True)
+        again = f".venv/bin/python scripts/checks/run_tests.py {shlex.quote(name)} --test"
+        print(
+            f"--- output of: {' '.join(line)}\n{without_frames_of_launchers(output)}",
+            f"--- end of the output of {name}",
+            *(f"--- run it again: {again} {shlex.quote(test)}" for test in failed),
+            sep="\n",
+            flush=True,
+        )
     return verdict == "ok", passed
 
 
@@ -270,17 +266,14 @@ def without_frames_of_launchers(output: str) -> str:
     return re.sub(f"{of_torchrun}|{frame_of_pytest}", "", output)
 
 
-def run_all(
-    parts: dict[str, Part], shares: list[list[int]], show: bool
-) -> dict[str, tuple[bool, int]]:
+def run_all(parts: dict[str, Part], shares: list[list[int]]) -> list[tuple[bool, int]]:
     """Run parts at the same time, one on each share of the cores. Return what `run` does."""
     # What a thread starts has the cores of the thread.
     threads = futures.ThreadPoolExecutor(
         len(shares), initializer=lambda: os.sched_setaffinity(0, shares.pop())
     )
     try:
-        ends = {name: threads.submit(run, name, part, show) for name, part in parts.items()}
-        return {name: future.result() for name, future in ends.items()}
+        return list(threads.map(run, parts, parts.values()))
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
         for process in list(running):
@@ -296,7 +289,6 @@ def main() -> int:
     parser.add_argument("--long", action="store_true", help="the tests that take long")
     parser.add_argument("--gpu", action="store_true", help="what a machine with a GPU can show")
     parser.add_argument("--test", action="append", help="of the part: this file, or test, alone")
-    parser.add_argument("--show", action="store_true", help="show all output, at once")
     arguments = parser.parse_args()
     among = LONG if arguments.long else GPU if arguments.gpu else SHORT
     if arguments.parts:
@@ -310,12 +302,12 @@ def main() -> int:
 
     started = time.time()
     # A part takes little longer on one core than on two: between two cores its ranks would wake
-    # each other all the time.
+    # each other all the time. The parts that need all cores come last.
     shares = [CORES[first::4] for first in range(min(len(CORES), 4))]
-    together = {name: part for name, part in among.items() if not part.alone}
-    alone = {name: part for name, part in among.items() if part.alone}
-    ends = run_all(together, shares, arguments.show) if together else {}
-    ends |= run_all(alone, [CORES], arguments.show) if alone else {}
+    ends: dict[str, tuple[bool, int]] = {}
+    for alone, cores in ((False, shares), (True, [CORES])):
+        parts = {name: part for name, part in among.items() if part.alone == alone}
+        ends |= zip(parts, run_all(parts, cores), strict=True)
     failed = [name for name, (succeeded, _) in ends.items() if not succeeded]
     took = f"all of it took {time.time() - started:.0f} s"
     print(f"{took}{'; failed: ' + ', '.join(failed) if failed else ''}")
