@@ -18,7 +18,7 @@ help:
 	@echo "make lint          ruff and mypy alone"
 	@echo "make soak          trains while workers are killed, stopped and added (MINUTES=3)"
 	@echo "make accuracy      the accuracy table of docs/results.md (minutes)"
-	@echo "make study         trains every method on five models; tables and pictures in study/ (four hours; QUICK=1: minutes)"
+	@echo "make study         trains every method on five models; tables in study/ (four hours; QUICK=1: minutes)"
 	@echo "make bench         step times over slow and fast networks, dense and compressed (root; minutes)"
 	@echo "make bench-nodes   several ranks on each host: every rank a worker, or every host (root; minutes)"
 	@echo "make race          how soon a language model is trained over slow networks, in all ways (root; hours)"

@@ -1,6 +1,6 @@
 """`make bench`: how long a step takes over slow and fast networks, dense and compressed.
 
-It measures every way of compressing, and writes a table, JSON, CSV and a picture. The workers run
+It measures every way of compressing, and writes a table, JSON and CSV. The workers run
 on hosts of their own (hosts.py): real libraries talk over a real network of the speed asked for.
 Horovod's methods run under horovodrun, those of DistributedDataParallel under torchrun. Methods are
 compared with the dense steps of their own job; ratios are of medians. Needs root, for the hosts.
@@ -23,24 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # code_version.py, pictures.py
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where code_version.py is
 
 import code_version
 import hosts
-import pictures
 from bench_worker import ALONE, DDP, LOCAL, METHODS, UNDER_TORCHRUN
 from tqdm import tqdm
 
 SCRIPTS = Path(__file__).resolve().parent
 Result = dict[str, Any]
-# {part of a bar, as in pictures.PARTS: the profiler's ranges that it sums up}. "compute" and
-# "other" are calculated.
-PARTS = {
-    "select": ("accumulate", "take_and_accumulate", "wait for kernel", "select"),
-    "offsets": ("wait for offsets",),
-    "values": ("take", "wait for values"),
-    "scatter": ("scatter",),
-}
 
 
 @dataclass(frozen=True)
@@ -249,23 +240,6 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines[1:])
 
 
-def split(result: Result) -> dict[str, float]:
-    """A step's milliseconds by part; `other` is what no range of the profiler covers."""
-    measured = result.get("parts", {})
-    found = {part: sum(measured.get(name, 0.0) for name in names) for part, names in PARTS.items()}
-    if result["method"] in ("dense", "fp16"):
-        found["values"] = max(result["exposed_ms"], 0.0)
-    # Profiled steps are separate steps, and slower. So the parts are scaled to fit into the time of
-    # an ordinary step.
-    scale = min(1.0, max(result["exposed_ms"], 0.0) / max(sum(found.values()), 1e-9))
-    found = {part: milliseconds * scale for part, milliseconds in found.items()}
-    return {
-        "compute": result["compute_ms"],
-        **found,
-        "other": max(result["exposed_ms"] - sum(found.values()), 0.0),
-    }
-
-
 def once(results: list[Result]) -> list[Result]:
     """Results without "no communication". If several jobs measured the same, the first counts."""
     found: dict[tuple[Any, ...], Result] = {}
@@ -285,42 +259,6 @@ def write_csv(results: list[Result], path: Path) -> None:
                 mbit = f"{r['mbit']:g}" if r["mbit"] else ""
                 times = f"{r['step_ms']:.0f}", f"{r['exposed_ms']:.0f}"
                 rows.writerow([r["method"], r["hosts"], mbit, *times, f"{r['bytes'] / 1e6:.4g}"])
-
-
-def plot(results: list[Result], path: Path) -> None:
-    """A panel for each case, number of hosts and speed; a bar for each method."""
-    found: dict[tuple[str, int, float], list[Result]] = {}
-    for r in sorted(once(results), key=lambda r: (r["case"], r["hosts"], r["mbit"] or math.inf)):
-        found.setdefault((r["case"], r["hosts"], r["mbit"]), []).append(r)
-    titles = [f"{case}, {n} hosts, {speed(mbit)}" for case, n, mbit in found]
-    figure, axes = pictures.panels(titles, 0.8 + 0.22 * max(map(len, found.values())))
-    for axis, shown in zip(axes, found.values(), strict=True):
-        bars(axis, {r["method"].replace(", ", ",\n"): r for r in shown})
-        axis.set_xlabel("milliseconds a step")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
-    pictures.save(figure, path)
-
-
-def bars(axis: Any, shown: dict[str, Result]) -> None:
-    """A bar for each method, of the parts of its step."""
-    left = dict.fromkeys(shown, 0.0)
-    for part, mark in pictures.PARTS.items():
-        widths = {method: split(r)[part] for method, r in shown.items()}
-        axis.barh([*shown], [*widths.values()], left=[*left.values()], label=part, **mark.bar())
-        left = {method: left[method] + width for method, width in widths.items()}
-    # Dense at a slow speed is off the scale; its number says how far.
-    compressed = [r["step_ms"] for method, r in shown.items() if method.startswith("ScaleCom")]
-    reach = 2.2 * max(compressed, default=1)
-    for method, r in shown.items():
-        beyond = left[method] > 0.85 * reach
-        at = {"x": 0.98 * reach, "ha": "right"} if beyond else {"x": left[method]}
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1} if beyond else None
-        axis.text(y=method, s=f" {r['step_ms']:.0f}", va="center", fontsize=7, bbox=box, **at)
-    axis.set_xlim(0, reach)
-    axis.tick_params(axis="y", labelsize=7)
-    axis.invert_yaxis()
-    axis.grid(axis="y", visible=False)
 
 
 def machine() -> dict[str, Any]:
@@ -349,7 +287,7 @@ def main() -> int:
         "--output",
         type=Path,
         default=Path("bench"),
-        help="folder for results.json, steps.csv and steps.png (default: bench)",
+        help="folder for results.json and steps.csv (default: bench)",
     )
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one job")
     arguments = parser.parse_args()
@@ -369,9 +307,8 @@ def main() -> int:
     )
     forget(arguments.output / "jobs")
     write_csv(results, arguments.output / "steps.csv")
-    plot(results, arguments.output / "steps.png")
     print(table(results))
-    print(f"\nwritten to {arguments.output}: results.json, steps.csv, steps.png")
+    print(f"\nwritten to {arguments.output}: results.json, steps.csv")
     return 0
 
 

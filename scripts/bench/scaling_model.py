@@ -1,14 +1,13 @@
 """What a step costs on 2 to 4096 workers and networks of 1 to 400 Gbit/s.
 
 This fits the constants of the model in scalecom_hvd/scaling.py to what `make bench` measured, and
-writes a report and a picture.
+prints a report.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import dataclasses
 import json
 import math
 import sys
@@ -28,10 +27,6 @@ from scalecom_hvd.scaling import (
     predict,
     where_the_gain_ends,
 )
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where pictures.py is
-
-import pictures
 
 
 def fit(measured: list[dict[str, Any]], cores: int) -> Constants:
@@ -190,34 +185,6 @@ def report(measured: list[dict[str, Any]], c: Constants) -> str:
     return "\n".join(lines)
 
 
-def plot(measured: list[dict[str, Any]], c: Constants, path: Path) -> None:
-    """Step time against workers.
-
-    One panel has the measured points, for which workers shared this machine's cores. The others
-    have predictions, one panel for each speed.
-    """
-    speeds = (1, 10, 100)
-    titles = [f"model, {gbit} Gbit/s, 150 ms of compute" for gbit in speeds]
-    figure, axes = pictures.panels(["1 Gbit/s, all on 2 cores: measured, and model", *titles])
-    workers = [2**i for i in range(1, 13)]
-    for method in c.step:
-        mark = pictures.marks(METHODS)[method]
-        points = {r["hosts"]: r for r in measured if (method_of(r), r["mbit"]) == (method, 1000)}
-        compute = {n: points[n]["compute_ms"] if n in points else 150 for n in (2, 4, 8)}
-        expected = [predict(method, Setting(n, 1, ms), c) for n, ms in compute.items()]
-        axes[0].plot([*compute], expected, **mark.curve(marker=""))
-        steps = [r["step_ms"] for r in points.values()]
-        axes[0].plot([*points], steps, **mark.curve(linestyle="none"))
-        for axis, gbit in zip(axes[1:], speeds, strict=True):
-            expected = [predict(method, Setting(n, gbit, 150), own_cores(c)) for n in workers]
-            axis.plot(workers, expected, **mark.curve(markevery=2, label=method))
-    for axis in axes:
-        axis.set_xscale("log", base=2)
-        axis.set(yscale="log", xlabel="workers", ylabel="ms a step")
-    pictures.legend(figure, axes[1:])
-    pictures.save(figure, path)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -228,7 +195,6 @@ def main() -> int:
         help="what make bench wrote: results.json, or tables in CSV",
     )
     parser.add_argument("--cores", type=int, help="that all workers shared, where no file says it")
-    parser.add_argument("--output", type=Path, default=Path("bench/scaling.png"))
     arguments = parser.parse_args()
     measured: list[dict[str, Any]] = []
     cores = arguments.cores
@@ -249,10 +215,6 @@ def main() -> int:
     c = fit(measured, cores)
     print(f"{c}\n")
     print(report(measured, c))
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    averaging = {method: step for method, step in c.step.items() if method in METHODS}
-    plot(measured, dataclasses.replace(c, step=averaging), arguments.output)
-    print(f"\nwritten: {arguments.output}")
     return 0
 
 

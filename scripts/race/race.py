@@ -13,8 +13,7 @@ pause. Together they give losses over time, from the first step to the last.
 
 A way's score at a speed is the time that it takes to reach the loss with which dense training ends,
 to 0.01. If a way ends above that loss, runs with a quarter and with half more steps are tried.
---output gets the runs, the steps' times, steps.csv, curves.csv and curves.png. Needs root, for the
-hosts.
+--output gets the runs, the steps' times, steps.csv and curves.csv. Needs root, for the hosts.
 """
 
 from __future__ import annotations
@@ -32,14 +31,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py and pictures.py are
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 
 import bench
 import code_version
 import hosts
 import launch
-import pictures
 import race_tasks
 from race_ways import DENSE, LOCAL_STEPS, OURS, WAYS, Way
 
@@ -225,22 +223,6 @@ def write_steps(times: Mapping[tuple[str, float], float], hosts: int, path: Path
         rows.writerows([m, hosts, f"{mbit:g}", f"{t:.1f}"] for (m, mbit), t in times.items())
 
 
-def plot(
-    curves: Mapping[tuple[str, float], Curve], ways: Sequence[str], unit: str, path: Path
-) -> None:
-    """A panel for each speed: losses over time."""
-    figure, axes = pictures.panels([f"{bench.speed(mbit)}" for mbit in SPEEDS])
-    marks = pictures.marks(ways)
-    for axis, mbit in zip(axes, SPEEDS, strict=True):
-        for way in ways:
-            points = curves[way, mbit][1:]
-            style = marks[way].curve(markevery=0.2, label=way)
-            axis.plot([s for s, _ in points], [loss for _, loss in points], **style)
-        axis.set(xlabel="seconds of training", ylabel=f"loss, {unit}", xscale="log")
-    axes[0].legend(fontsize=6)
-    pictures.save(figure, path)
-
-
 def main() -> int:
     args = argument_parser().parse_args()
     kind = "" if args.task == race_tasks.TASKS[0] else args.task
@@ -273,14 +255,13 @@ def main() -> int:
     }
     write_steps(times, args.workers, folder / "steps.csv")
     write_csv(curves, folder / "curves.csv")
-    plot(curves, ways, race.task.unit, folder / "curves.png")
     told = {run["parameters"] for own in runs.values() for run in own}
     print(
         f"{args.workers} workers, {args.steps} steps, {args.seeds} seeds, {max(told):,} parameters"
     )
     print("\n".join(table(curves, ways)))
     code_version.tell_stale(race.codes, race.code)
-    print(f"\nwritten to {folder}: steps.csv, curves.csv, curves.png")
+    print(f"\nwritten to {folder}: steps.csv, curves.csv")
     return 0
 
 

@@ -20,7 +20,7 @@ COPIES = 2
 class Images:
     """The task. See race_tasks.Task. width: channels of the ResNet's first stage."""
 
-    case, unit = "race-resnet", "nats an image"
+    case = "race-resnet"
     clip_norm = None
     lr, bucket_mb = 0.05, None
     batch = 16  # images of a worker in a microbatch

@@ -130,7 +130,7 @@ class LanguageModel:
     _pieces: torch.Tensor
     _held_out: torch.Tensor
 
-    case, unit = "language-model", "nats a piece"
+    case = "language-model"
     clip_norm = 1.0
 
     def __init__(self, size: Size, folder: Path) -> None:

@@ -18,7 +18,6 @@ class Task(Protocol):
 
     Attributes:
         case: bench_cases.py's name of its step.
-        unit: of its losses.
         size: what tells two sizes of the task apart.
         lr: dense training's learning rate, found by trying.
         clip_norm: the norm to which gradients are clipped; None: they are not.
@@ -26,7 +25,6 @@ class Task(Protocol):
     """
 
     case: str
-    unit: str
     size: Any
     lr: float
     clip_norm: float | None

@@ -1,6 +1,6 @@
 """Does ScaleCom keep accuracy, when does it not, and how do other methods compare?
 
-The study trains every method on several tasks, and writes the results as tables and pictures.
+The study trains every method on several tasks, and writes the results as tables.
 
     python scripts/study/study.py                      everything: hours on two cores
     python scripts/study/study.py --quick              the same questions, smaller
@@ -9,7 +9,7 @@ The study trains every method on several tasks, and writes the results as tables
 
 Every finished run leaves a file in --output/runs, and a second call makes only the missing runs.
 --output holds results.csv (a row per case), scores.csv (a row per run), curves.csv (losses and
-bytes over steps), tables.md and pictures. docs/results.md says what they mean. The n workers are
+bytes over steps) and tables.md. docs/results.md says what they mean. The n workers are
 simulated in one process, by the same exchange that real ranks run. There is one process per core.
 """
 
@@ -30,7 +30,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where code_version.
 
 import code_version
 import study_cases
-import study_pictures
 import study_results
 import study_run
 import study_tasks
@@ -41,7 +40,7 @@ from tqdm import tqdm
 
 STANDARD_TASKS = ("resnet", "mobilenet", "lstm", "transformer")
 LONG = 30_000  # in the units of Run.cost
-EXPERIMENTS = ("defaults", "momentum", "rivals", "bounded", "local", "widths", "meetings")
+EXPERIMENTS = ("defaults", "momentum", "rivals", "local", "widths", "meetings")
 # What must be trained before an experiment.
 BEFORE = {"trials": "rivals"}
 
@@ -77,13 +76,12 @@ def study(args: argparse.Namespace) -> None:
     codes = {folder / f"{name}.json": result.get("code") for name, result in results.items()}
     code_version.tell_stale(codes, study_run.fingerprint())
     found = study_results.Study(cases, results)
-    study_pictures.draw(found, args.output)
     study_results.write_csv(found, args.output / "results.csv")
     study_results.write_scores(found, args.output / "scores.csv")
     study_results.write_curves(found, args.output / "curves.csv")
     study_results.write_tables(found, args.output / "tables.md")
     print((args.output / "tables.md").read_text())
-    print(f"written to {args.output}: results.csv, scores.csv, curves.csv, tables.md and pictures")
+    print(f"written to {args.output}: results.csv, scores.csv, curves.csv and tables.md")
 
 
 def trained(cases: Sequence[Case], folder: Path, processes: int) -> dict[str, dict[str, Any]]:
@@ -151,7 +149,7 @@ def argument_parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         default=Path("study"),
-        help="folder for runs, tables and pictures (default: %(default)s)",
+        help="folder for runs and tables (default: %(default)s)",
     )
     parser.add_argument("--quick", action="store_true", help="one seed, shorter runs")
     parser.add_argument(

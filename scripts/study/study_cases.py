@@ -1,8 +1,7 @@
-"""The runs that the study makes: seven experiments, each a list of cases.
+"""The runs that the study makes: six experiments, each a list of cases.
 
-The runs of a case differ only in their seeds. Its `group` is its panel in the picture, `what` its
-curve, and `x` its position on that curve. `--quick` keeps one seed, shorter runs, and what matters
-most.
+The runs of a case differ only in their seeds. Its `group` is what is trained, `what` is compared
+there, and `x` says what was varied. `--quick` keeps one seed, shorter runs, and what matters most.
 """
 
 from __future__ import annotations
@@ -153,21 +152,20 @@ def cases(tasks: tuple[str, ...], seeds: tuple[int, ...], quick: bool) -> list[C
     if "resnet" in tasks and not quick:
         found += [*widths()]
     if "lstm" in tasks:
-        found += [*bounded(quick), *meetings(quick)]
+        found += [*meetings(quick)]
     return [dataclasses.replace(case, runs=tuple(with_seeds(case, seeds, quick))) for case in found]
 
 
 def with_seeds(case: Case, seeds: tuple[int, ...], quick: bool) -> Iterator[Run]:
     """All seeds to compare defaults and methods, and three or two elsewhere.
 
-    One seed is enough to see whether something stays bounded over 10 000 steps. With 64 workers
-    there is time for only one.
+    With 64 workers there is time for only one.
     """
     (run,) = case.runs
     wanted = {"momentum": 2, "local": 3, "widths": 2}.get(case.experiment, len(seeds))
     if case.experiment == "meetings":
         *_, wanted = MEETINGS[case.group]
-    if quick or case.experiment == "bounded" or run.workers >= 64:
+    if quick or run.workers >= 64:
         wanted = 1
     for seed in (TRIAL_SEED,) if case.experiment == "trials" else seeds[:wanted]:
         yield dataclasses.replace(run, seed=seed).resolved()
@@ -250,19 +248,8 @@ def rivals(best: list[Case], seeds: tuple[int, ...], quick: bool) -> list[Case]:
     return [dataclasses.replace(case, runs=tuple(with_seeds(case, seeds, quick))) for case in found]
 
 
-def bounded(quick: bool) -> Iterator[Case]:
-    """4. Residues over ten thousand steps, with gradients that do not vanish.
-
-    The text is never seen twice, and the learning rate does not fall.
-    """
-    steps = 300 if quick else 10_000
-    fields = {"steps": steps, "batch_size": 1, "schedule": "constant", "lr": 0.3}
-    for what, options in {"the defaults": LIBRARY, "nu=1": LIBRARY | {"nu": 1}}.items():
-        yield case("bounded", "LSTM", what, "lstm", "ScaleCom", **options | fields)
-
-
 def local(tasks: list[str], quick: bool) -> Iterator[Case]:
-    """5. Local steps, and quantised values of both choices. All take equally many gradients."""
+    """4. Local steps, and quantised values of both choices. All take equally many gradients."""
     for task in tasks:
         # A whole number of rounds. Smaller tensors are compressed too, so that what is sent whole
         # hides less of what few bits save.
@@ -279,7 +266,7 @@ def local(tasks: list[str], quick: bool) -> Iterator[Case]:
 
 
 def widths() -> Iterator[Case]:
-    """6. How a quantiser's levels and k work together."""
+    """5. How a quantiser's levels and k work together."""
     fields = {"local_steps": 4, "steps": 400, "min_numel": 256}
     for rate in RATES:
         for width in WIDTHS:
@@ -288,7 +275,7 @@ def widths() -> Iterator[Case]:
 
 
 def meetings(quick: bool) -> Iterator[Case]:
-    """7. Few meetings: what an outer optimizer wins back, and how little may be sent.
+    """6. Few meetings: what an outer optimizer wins back, and how little may be sent.
 
     Workers step by AdamW, and all cases take equally many gradients. Every tensor from 256 elements
     on is compressed.

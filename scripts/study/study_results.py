@@ -29,7 +29,7 @@ NUMEL, COMPUTE_SECONDS, REACHED = 24_800_000, 0.150, 0.95
 
 
 def name_of(what: str) -> str:
-    """The name in tables and legends."""
+    """The name in tables."""
     return NAMES.get(what, what)
 
 
@@ -73,22 +73,6 @@ class Scores:
             return None
         return tuple(map(statistics.mean, zip(*spent, strict=True)))
 
-    @property
-    def bound(self) -> float:
-        """The expected upper bound of the norms of a worker's residue.
-
-        If every step sends at least a share d of the accumulator's energy, |acc - sent|^2 <= (1 -
-        d) |m + g|^2, then with the filter |m'| <= (1 - beta) |m| + beta sqrt(1 - d) (|m| + |g|), so
-        |m| cannot grow if |m| (1 - sqrt(1 - d)) >= sqrt(1 - d) |g|. Hence |m| <= sqrt(1 - d) / (1 -
-        sqrt(1 - d)) max |g|, whatever beta, which is about 2/d for small d (the bound of error
-        feedback: Stich et al., 2018, Karimireddy et al., 2019). A leader sends the largest of each
-        lane of its own, so its d is at least 1/rate in each tensor. For the other workers that
-        holds if the leader's indices carry at least the energy of random indices, which is 1/rate
-        on average: an expectation, not a guarantee.
-        """
-        share = math.sqrt(1 - 1 / self.results[0]["rate"])
-        return share / (1 - share) * max(g for *_, g in self.results[0]["norms"])
-
 
 def smooth(losses: list[list[float]]) -> list[tuple[float, float]]:
     """Means of three points each."""
@@ -108,10 +92,6 @@ class Study:
         """The cases of an experiment, or of one of its groups."""
         wanted = (s for s in self.scores if s.case.experiment == experiment)
         return [s for s in wanted if group is None or s.case.group == group]
-
-    def groups(self, experiment: str) -> list[str]:
-        """The names of an experiment's groups."""
-        return list(dict.fromkeys(s.case.group for s in self.of(experiment)))
 
     def best(self, experiment: str) -> list[Case]:
         """The case with the best score, for each group and curve."""
@@ -173,11 +153,6 @@ def seconds_to_loss(study: Study, scores: Scores, gbit: float) -> float | None:
     return to_loss(study, scores, lambda n, spent: seconds(spent / n / model, n, gbit))
 
 
-def residue_norm(scores: Scores, which: Callable[[list[float]], float]) -> float:
-    """One of the largest norms of a worker's residue, over the first seed's run."""
-    return which([norm for _, norm, _ in scores.results[0]["norms"]])
-
-
 Number = Callable[[Study, Scores], float | None]
 SECONDS = {"s to loss, 1 Gbit/s": 1, "s to loss, 10 Gbit/s": 10}
 SLOWER = {"s to loss, 10 Mbit/s": 0.01, "s to loss, 100 Mbit/s": 0.1}
@@ -193,12 +168,8 @@ NUMBERS: dict[str, Number] = {
         head: lambda study, s, gbit=gbit: seconds_to_loss(study, s, gbit)
         for head, gbit in (SLOWER | SECONDS).items()
     },
-    "largest residue": lambda study, s: residue_norm(s, max),
-    "last residue": lambda study, s: residue_norm(s, lambda norms: norms[-1]),
-    "residue bound": lambda study, s: s.bound,
 }
 TO_LOSS = ("target loss", "steps to loss", "MB to loss")
-RESIDUES = ("largest residue", "last residue", "residue bound")
 
 
 @dataclass(frozen=True)
@@ -206,33 +177,23 @@ class Table:
     """How an experiment is shown. `x` says what was varied; `numbers` are some of NUMBERS."""
 
     title: str
-    experiment: str
     x: str
     numbers: tuple[str, ...]
 
 
-# {name of its picture: table}
 TABLES = {
-    "defaults": Table("The defaults", "defaults", "", ("better", "kB per step", "MB of the run")),
-    "momentum": Table("The momentum's share of a step", "momentum", "nu", ()),
+    "defaults": Table("The defaults", "", ("better", "kB per step", "MB of the run")),
+    "momentum": Table("The momentum's share of a step", "nu", ()),
     "rivals": Table(
         "Methods at equal bytes, each at its own best",
-        "rivals",
         "learning rate, times",
         ("better", "MB of the run", *TO_LOSS, *SECONDS),
     ),
-    "bytes": Table("Bytes to a loss", "rivals", "learning rate, times", TO_LOSS),
-    "bounded": Table("Residues over many steps", "bounded", "", RESIDUES),
     "local": Table(
-        "Local steps and quantised values",
-        "local",
-        "H",
-        ("kB per step", "kB compressed", *TO_LOSS),
+        "Local steps and quantised values", "H", ("kB per step", "kB compressed", *TO_LOSS)
     ),
-    "meetings": Table(
-        "Few meetings", "meetings", "H", ("better", "kB per step", *TO_LOSS, *SLOWER, *SECONDS)
-    ),
-    "widths": Table("Levels and k", "widths", "rate", ("better", "kB compressed")),
+    "meetings": Table("Few meetings", "H", ("better", "kB per step", *TO_LOSS, *SLOWER, *SECONDS)),
+    "widths": Table("Levels and k", "rate", ("better", "kB compressed")),
 }
 
 
@@ -252,9 +213,9 @@ def result(scores: Scores) -> str:
     return f"{scores.mean:.{digits}f}{spread} {scores.task.unit}"
 
 
-def lines_of(study: Study, table: Table) -> Iterator[str]:
+def lines_of(study: Study, experiment: str, table: Table) -> Iterator[str]:
     """The lines of a Markdown table. A column is left out if no case has its number."""
-    cases = study.of(table.experiment)
+    cases = study.of(experiment)
     columns = {name: [NUMBERS[name](study, s) for s in cases] for name in table.numbers}
     columns = {name: found for name, found in columns.items() if any(n is not None for n in found)}
     head = ["", "", *([table.x] if table.x else []), "result", *columns]
@@ -267,13 +228,12 @@ def lines_of(study: Study, table: Table) -> Iterator[str]:
 
 
 def write_tables(study: Study, path: Path) -> None:
-    """Write all tables that have runs, each with its picture, as one Markdown file."""
+    """Write all tables that have runs as one Markdown file."""
     lines = ["Made by `make study`; docs/results.md says what it means. `better`: by how much, in"]
     lines += ["the result's unit, than dense training, or than what is recommended.", ""]
-    for picture, table in TABLES.items():
-        if study.of(table.experiment):
-            lines += [f"## {table.title}", "", f"![{table.title}]({picture}.png)", ""]
-            lines += [*lines_of(study, table), ""]
+    for experiment, table in TABLES.items():
+        if study.of(experiment):
+            lines += [f"## {table.title}", "", *lines_of(study, experiment, table), ""]
     path.write_text("\n".join(lines))
 
 

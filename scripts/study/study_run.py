@@ -14,7 +14,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,8 +132,7 @@ def train(run: Run) -> dict[str, Any]:
 
     Returns:
         {"score", "losses": [[step, mean loss of the last steps], ...], "bytes": [[step, a worker's
-        traffic so far], ...], "norms": [[step, a worker's largest residue and largest gradient
-        since the last entry], ...], "diverged", ...}.
+        traffic so far], ...], "diverged", ...}.
     """
     began = time.perf_counter()
     run = run.resolved()
@@ -141,43 +140,30 @@ def train(run: Run) -> dict[str, Any]:
     workers = Together(run) if run.local_steps is None else Apart(run)
     compressor = workers.simulation.compressors[0]
     traffic, diverged = 0, False
-    result: dict[str, Any] = {"losses": [], "bytes": [], "norms": []}
+    result: dict[str, Any] = {"losses": [], "bytes": []}
     recent: list[float] = []
-    largest = {"residue": 0.0, "gradient": 0.0}
     for step in range(run.steps):
         exchanges = compressor.residues.step
-        losses, gradient = workers.step(step, learning_rate(run, step))
-        largest["gradient"] = max(largest["gradient"], gradient)
-        residues = [
-            {name: tensor.residue for name, tensor in each.residues.tensors.items()}
-            for each in workers.simulation.compressors
-        ]
-        largest["residue"] = max(largest["residue"], *norms_of(residues))
+        losses = workers.step(step, learning_rate(run, step))
         if compressor.residues.step > exchanges:
             traffic += workers.simulation.exchanges[0].stats()["bytes_traffic"]
         recent.append(sum(losses) / len(losses))
         if (step + 1) % max(run.steps // 50, 1) == 0:
             result["losses"].append([step + 1, sum(recent) / len(recent)])
             result["bytes"].append([step + 1, traffic])
-            result["norms"].append([step + 1, largest["residue"], largest["gradient"]])
-            largest = dict.fromkeys(largest, 0.0)
             if not math.isfinite(recent[-1]) or recent[-1] > DIVERGED * result["losses"][0][1] + 1:
                 diverged = True
                 break
             recent = []
     stats = compressor.stats()
-    score = workers.score()
+    score, whole = workers.score(), 2 * (run.workers - 1) / run.workers
     return result | {
         "run": dataclasses.asdict(run),
         "score": score if math.isfinite(score) else None,
         "diverged": diverged or not math.isfinite(score),
         "parameters": sum(p.numel() for p in workers.model.parameters()),
         "bytes_per_step": stats["bytes_traffic"] / (run.local_steps or 1),
-        "bytes_whole_per_step": stats["bytes_dense"]
-        * 2
-        * (run.workers - 1)
-        / run.workers
-        / (run.local_steps or 1),
+        "bytes_whole_per_step": stats["bytes_dense"] * whole / (run.local_steps or 1),
         "rate": stats["rate"],
         "code": fingerprint(),
         "seconds": round(time.perf_counter() - began, 2),
@@ -207,12 +193,9 @@ class Together:
         )
         self._optimizer = optimizer_of(run, self._task, self._parameters)
 
-    def step(self, step: int, lr: float) -> tuple[list[float], float]:
-        """Take one step of all workers.
-
-        Return every worker's loss, and the largest norm of a worker's compressed gradients.
-        """
-        run, simulation = self._run, self.simulation
+    def step(self, step: int, lr: float) -> list[float]:
+        """Take one step of all workers. Return every worker's loss."""
+        run = self._run
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         grads, losses = [], []
@@ -224,12 +207,11 @@ class Together:
             gradient = torch.autograd.grad(loss, self._parameters)
             grads.append({n: g.contiguous() for n, g in zip(self._named, gradient, strict=True)})
             losses.append(float(loss.detach()))
-        largest = max(norms_of(grads, simulation.compressors[0].residues.tensors))
-        averages = simulation.step(grads)[0]
+        averages = self.simulation.step(grads)[0]
         for name, parameter in self._named.items():
             parameter.grad = averages[name]
         self._optimizer.step()
-        return losses, largest
+        return losses
 
     def score(self) -> float:
         return evaluate(self._task, self.model)
@@ -249,9 +231,9 @@ class Apart:
             optimizer_of(run, self._task, list(model.parameters())) for model in self._models
         ]
 
-    def step(self, step: int, lr: float) -> tuple[list[float], float]:
+    def step(self, step: int, lr: float) -> list[float]:
         """The same as in Together."""
-        losses, grads = [], []
+        losses = []
         for worker, (model, optimizer) in enumerate(
             zip(self._models, self._optimizers, strict=True)
         ):
@@ -261,9 +243,8 @@ class Apart:
             loss = self._task.loss(model, batch_of(self._run, self._task, step, worker))
             loss.backward()
             losses.append(float(loss.detach()))
-            grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
         self.simulation.take_steps([optimizer.step for optimizer in self._optimizers])
-        return losses, max(norms_of(grads, self.simulation.compressors[0].residues.tensors))
+        return losses
 
     def score(self) -> float:
         """The score of the common parameters."""
@@ -342,19 +323,6 @@ def learning_rate(run: Run, step: int) -> float:
     if run.schedule == "constant":
         return run.lr
     return run.lr * (1 + math.cos(math.pi * (step - warmup) / max(1, run.steps - warmup))) / 2
-
-
-def norms_of(
-    workers: list[dict[str, torch.Tensor]], names: Iterable[str] | None = None
-) -> list[float]:
-    """Every worker's norm of these tensors together, or of all; zero if there are none."""
-    some = [
-        [tensors[name] for name in (tensors if names is None else names)] for tensors in workers
-    ]
-    return [
-        math.hypot(*map(float, torch._foreach_norm(tensors))) if tensors else 0.0
-        for tensors in some
-    ]
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """`make bench` in its smallest form, over real hosts.
 
 Bytes must be those of the formula and the methods must come in the right order. The benchmark must
-write a table, JSON, CSV and pictures.
+write a table, JSON and CSV.
 """
 
 import csv
@@ -29,7 +29,6 @@ def test_the_smallest_benchmark(run, tmp_path):
         limit=250,
     )
     assert "ScaleCom look-ahead" in output
-    assert (tmp_path / "steps.png").stat().st_size > 10_000
     rows = {row["method"]: row for row in csv.DictReader((tmp_path / "steps.csv").open())}
     with (ROOT / "docs" / "bench.csv").open() as file:
         assert list(rows["dense"]) == next(csv.reader(file))
@@ -48,11 +47,9 @@ def test_the_smallest_benchmark(run, tmp_path):
     assert results["ScaleCom look-ahead"]["exposed_ms"] < results["dense"]["exposed_ms"] / 3
     assert {"wait for values", "scatter"} <= set(results["ScaleCom look-ahead"]["parts"])
 
-    scaling = ["--results", tmp_path / "results.json", "--output", tmp_path / "scaling.png"]
-    assert "where the gain ends" in run(
-        [sys.executable, ROOT / "scripts" / "bench" / "scaling_model.py", *scaling]
-    )
-    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+    scaling = [ROOT / "scripts" / "bench" / "scaling_model.py", "--results"]
+    output = run([sys.executable, *scaling, tmp_path / "results.json"])
+    assert "where the gain ends" in output
 
 
 def test_without_results_the_model_says_what_to_do(run, tmp_path):
