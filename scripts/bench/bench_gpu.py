@@ -16,15 +16,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from bench_kernels import Model, in_plain_torch
 
-from scalecom_hvd.bucket_layout import Layout
-from scalecom_hvd.exchange.kernels.base import Kernel, TensorSlot, Wire
-from scalecom_hvd.exchange.kernels.torch_kernel import TorchKernel
-from scalecom_hvd.integers import levels_of
-from scalecom_hvd.lanes import Lanes
-
-BETA, EXTRA = 0.5, 1.0
-# Of the defaults.
+BETA = 0.5
 BITS, FEW_BITS_RATE = 3, 16
 N_TENSORS = 75
 # A tensor of this size is read before every move. It is many times larger than a cache, and reading
@@ -43,102 +37,38 @@ class Candidate(NamedTuple):
     bytes: int
 
 
-class Workload:
-    """Tensors of several sizes as a bucket holds them, with `numel` elements in all."""
-
-    def __init__(self, numel: int, rate: float, dtype: torch.dtype, device: torch.device) -> None:
-        shares = [2 ** (i % 8) for i in range(N_TENSORS)]
-        self.lanes = [
-            Lanes(numel * share // sum(shares) + i, rate) for i, share in enumerate(shares)
-        ]
-        self.grads = [torch.randn(lanes.numel, device=device).to(dtype) for lanes in self.lanes]
-        self.residues = [torch.zeros(lanes.numel, device=device) for lanes in self.lanes]
-        self.outputs = [torch.empty_like(grad) for grad in self.grads]
-        self.numel = sum(lanes.numel for lanes in self.lanes)
-
-    def kernel(self, kind: type[Kernel], bits: int = 32) -> Kernel:
-        """A kernel in its step, and buffers for what it moves."""
-        levels = levels_of(bits)
-        layout = Layout(dict(zip(map(str, range(N_TENSORS)), self.lanes, strict=True)), levels > 0)
-        slots = [
-            TensorSlot(
-                residue,
-                lanes,
-                layout.offsets[str(i)].start,
-                layout.values[str(i)].start,
-                levels,
-                layout.scales[str(i)].start,
-            )
-            for i, (residue, lanes) in enumerate(zip(self.residues, self.lanes, strict=True))
-        ]
-        device = self.residues[0].device
-        self.offsets, self.chosen = torch.zeros(
-            2, layout.offsets_bytes, dtype=torch.uint8, device=device
-        )
-        dtype = torch.int8 if levels else torch.float32
-        self.values = torch.zeros(layout.n_values, dtype=dtype, device=device)
-        kernel = kind(slots, [grad.dtype for grad in self.grads])
-        self.begin(kernel)
-        kernel.choose(EXTRA, self.offsets)
-        return kernel
-
-    def begin(self, kernel: Kernel) -> None:
-        kernel.begin(self.grads, [False] * len(self.grads), 1.0)
-
-    def moves(self, kernel: Kernel, label: str) -> Iterator[Candidate]:
-        """The moves of a step."""
-        # reading the gradient; a pass also reads and writes the residue
-        once = self.numel * self.grads[0].element_size()
-        wire = Wire(self.offsets, self.values)
-        yield Candidate(f"{label}: begin", lambda: self.begin(kernel), 0)
-        yield Candidate(
-            f"{label}: choose",
-            lambda: kernel.choose(EXTRA, self.offsets),
-            4 * self.numel + once,
-        )
-        yield Candidate(
-            f"{label}: take + accumulate",
-            lambda: kernel.take_and_accumulate(BETA, EXTRA, wire),
-            8 * self.numel + once,
-        )
-        yield Candidate(
-            f"{label}: look-ahead's take + accumulate + choose",
-            lambda: kernel.take_and_accumulate(BETA, EXTRA, wire, self.chosen),
-            8 * self.numel + once,
-        )
-        averages = self.values.float()
-        yield Candidate(
-            f"{label}: scatter",
-            lambda: kernel.scatter(self.outputs, self.offsets, averages),
-            once,
-        )
-
-    def copies(self) -> Iterator[Candidate]:
-        """The copies. Moves are compared with the first one."""
-        whole, there = torch.randn(2, self.numel, device=self.residues[0].device)
-        yield Candidate("copy_ of one tensor", lambda: there.copy_(whole), 8 * self.numel)
-        yield Candidate(
-            "copy_ of the same tensors",
-            lambda: torch._foreach_copy_(self.outputs, self.grads),
-            8 * self.numel,
-        )
+def moves(model: Model, label: str) -> Iterator[Candidate]:
+    """The moves of a step."""
+    numel = sum(grad.numel() for grad in model.grads)
+    # reading the gradient; a pass also reads and writes the residue
+    once = numel * model.grads[0].element_size()
+    whole = 8 * numel + once
+    yield Candidate(f"{label}: begin", model.begin, 0)
+    yield Candidate(f"{label}: choose", model.select, 4 * numel + once)
+    yield Candidate(f"{label}: take + accumulate", model.take_and_accumulate, whole)
+    ahead = f"{label}: look-ahead's take + accumulate + choose"
+    yield Candidate(ahead, lambda: model.take_and_accumulate(True), whole)
+    yield Candidate(f"{label}: scatter", model.scatter, once)
 
 
 def candidates(numel: int, rate: float, device: torch.device) -> Iterator[Candidate]:
-    from scalecom_hvd.exchange.kernels.triton_kernel import TritonKernel
-
-    work = Workload(numel, rate, torch.float32, device)
-    yield from work.copies()
-    yield from work.moves(work.kernel(TritonKernel), "Triton, float32")
+    """Moves of tensors of several sizes. They are compared with the first candidate, a copy."""
+    shares = [2 ** (i % 8) for i in range(N_TENSORS)]
+    shapes = [(numel * share // sum(shares) + i,) for i, share in enumerate(shares)]
+    model = Model(shapes, rate, BETA, device=device)
+    whole, there = torch.randn(2, sum(n for (n,) in shapes), device=device)
+    yield Candidate("copy_ of one tensor", lambda: there.copy_(whole), 8 * whole.numel())
+    outputs = list(model.outputs.values())
+    same = "copy_ of the same tensors"
+    yield Candidate(same, lambda: torch._foreach_copy_(outputs, model.grads), 8 * whole.numel())
+    yield from moves(model, "Triton, float32")
     for dtype in (torch.float16, torch.bfloat16):
-        halves = Workload(numel, rate, dtype, device)
-        yield from halves.moves(
-            halves.kernel(TritonKernel), f"Triton, {str(dtype).removeprefix('torch.')}"
-        )
-    few = Workload(numel, FEW_BITS_RATE, torch.float32, device)
-    label = f"Triton, {BITS} bits, rate {FEW_BITS_RATE}"
-    yield from few.moves(few.kernel(TritonKernel, BITS), label)
-    yield from work.moves(work.kernel(TorchKernel), "plain torch, float32")
+        label = f"Triton, {str(dtype).removeprefix('torch.')}"
+        yield from moves(Model(shapes, rate, BETA, dtype, device=device), label)
+    few = Model(shapes, FEW_BITS_RATE, BETA, bits=BITS, device=device)
+    yield from moves(few, f"Triton, {BITS} bits, rate {FEW_BITS_RATE}")
+    plain = in_plain_torch(lambda: Model(shapes, rate, BETA, device=device))
+    yield from moves(plain, "plain torch, float32")
 
 
 def measure(

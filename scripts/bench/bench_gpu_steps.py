@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +95,7 @@ def train(way: str, steps: int) -> None:
 
 
 def profiled(step: Any) -> dict[str, float]:
-    """Milliseconds and number of the exchange's own kernels in a step.
-
-    Also the share of that time in which the model's kernels ran, too.
-    """
-    from gpu_overlap import overlap_of
+    """Of a step: how many kernels of the exchange ran, for how long, and beside the model's."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -108,8 +104,38 @@ def profiled(step: Any) -> dict[str, float]:
     told = overlap_of(profiler.events() or ())
     if told is None:
         return {}
-    milliseconds = told.milliseconds / 2
-    return {"kernels": told.kernels / 2, "kernels_ms": milliseconds, "beside": told.beside}
+    kernels, milliseconds, beside = told
+    return {"kernels": kernels / 2, "kernels_ms": milliseconds / 2, "beside": beside}
+
+
+def overlap_of(events: Iterable[Any]) -> tuple[int, float, float] | None:
+    """How the exchange's kernels overlap with the model's, in torch.profiler's events.
+
+    Returns:
+        How many kernels and copies ran on the exchange's stream, for how many milliseconds, and in
+        which share of that time the model's kernels ran, too. None: events lack one of the two.
+    """
+    spans: dict[int, list[tuple[float, float]]] = {}
+    own = None
+    for event in events:
+        if event.device_type.name != "CUDA":
+            continue
+        stream, span = event.device_resource_id, event.time_range
+        if event.is_user_annotation:  # a range of ours, from its first kernel to its last
+            own = stream if event.name.startswith("scalecom.take") else own
+        else:
+            spans.setdefault(stream, []).append((span.start, span.end))
+    if own not in spans or len(spans) < 2:
+        return None
+    model = max(spans.keys() - {own}, key=lambda stream: len(spans[stream]))
+    # Kernels of one stream do not overlap.
+    both = sum(
+        max(0.0, min(end, other_end) - max(start, other_start))
+        for start, end in spans[own]
+        for other_start, other_end in spans[model]
+    )
+    busy = sum(end - start for start, end in spans[own])
+    return len(spans[own]), busy / 1e3, both / busy
 
 
 def measured(way: str, steps: int) -> Mapping[str, float]:

@@ -8,10 +8,11 @@ medians are compared, so that a noisy machine hurts all alike.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from bench_cases import transformer_shapes
@@ -22,36 +23,44 @@ from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import finished
 from scalecom_hvd.exchange.residue import CompressedTensor, Residues
 
+MIN_NUMEL = ScaleComConfig().min_numel
 FLOOR = "torch._foreach_add_(residues, grads)"
 
 
 class Model:
-    """Residues and gradients of the model's compressed tensors, in one bucket."""
+    """Residues and gradients of tensors that are compressed, in one bucket."""
 
-    def __init__(self, rate: float, beta: float, dtype: torch.dtype = torch.float32) -> None:
-        residues = Residues(ScaleComConfig(rate=rate, bits=32, beta=beta))
-        shapes = [
-            shape
-            for layer in transformer_shapes()
-            for shape in layer
-            if torch.Size(shape).numel() >= residues.config.min_numel
-        ]
+    def __init__(
+        self,
+        shapes: Iterable[tuple[int, ...]],
+        rate: float,
+        beta: float,
+        dtype: torch.dtype = torch.float32,
+        bits: int = 32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        residues = Residues(ScaleComConfig(rate=rate, bits=bits, beta=beta))
         parameters = {
-            f"{i}": torch.nn.Parameter(torch.empty(shape, dtype=dtype))
+            f"{i}": torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
             for i, shape in enumerate(shapes)
         }
         residues.tensors = {
             name: CompressedTensor(name, p, rate, residues.config) for name, p in parameters.items()
         }
-        grads = {name: torch.randn(p.numel()).to(dtype) for name, p in parameters.items()}
-        self.grads = list(grads.values())
+        self._named = {
+            n: torch.randn(p.numel(), device=device).to(dtype) for n, p in parameters.items()
+        }
+        self.grads = list(self._named.values())
         self.residues = [tensor.residue for tensor in residues.tensors.values()]
-        self.outputs = {name: torch.zeros_like(grad) for name, grad in grads.items()}
-        bucket = Bucket(0, list(parameters), parameters, residues, ranks=2)
-        self.step = BucketStep(bucket, 1.0, grads)
+        self.outputs = {name: torch.zeros_like(grad) for name, grad in self._named.items()}
+        self._bucket = Bucket(0, list(parameters), parameters, residues, ranks=2)
+        self.begin()
         self.offsets = self.select().clone()
         self.take_and_accumulate()
-        self.step.receive(self.offsets, self.step.taken)
+        self.averages = self.step.taken.float()
+
+    def begin(self) -> None:
+        self.step = BucketStep(self._bucket, 1.0, self._named)
 
     def select(self) -> torch.Tensor:
         return finished(self.step.select())
@@ -60,16 +69,25 @@ class Model:
         finished(self.step.take_and_accumulate(self.offsets, choose))
 
     def scatter(self) -> None:
+        self.step.receive(self.offsets, self.averages)
         self.step.scatter(self.outputs)
+
+
+def in_plain_torch(make: Callable[[], Model]) -> Model:
+    """A model that does not use the C kernel, or Triton's."""
+    os.environ["SCALECOM_KERNEL"] = "torch"
+    try:
+        return make()
+    finally:
+        del os.environ["SCALECOM_KERNEL"]
 
 
 def candidates(rate: float, beta: float) -> dict[str, Callable[[], object]]:
     """What is compared, each a call that goes once over the model."""
-    model = Model(rate, beta)
-    half, bfloat = Model(rate, beta, torch.float16), Model(rate, beta, torch.bfloat16)
-    os.environ["SCALECOM_KERNEL"] = "torch"
-    plain = Model(rate, beta)
-    del os.environ["SCALECOM_KERNEL"]
+    shapes = [s for layer in transformer_shapes() for s in layer if math.prod(s) >= MIN_NUMEL]
+    model = Model(shapes, rate, beta)
+    half, bfloat = (Model(shapes, rate, beta, d) for d in (torch.float16, torch.bfloat16))
+    plain = in_plain_torch(lambda: Model(shapes, rate, beta))
 
     def contiguous_chunks() -> None:
         for residue, grad in zip(model.residues, model.grads, strict=True):

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from gpu_overlap import overlap_of
+from bench_gpu_steps import overlap_of
 
 
 def event(stream, start, end, name="kernel", device="CUDA"):
