@@ -2,7 +2,7 @@
 
 Jobs follow each other, one for each way of using ScaleCom in PyTorch (`PLANS`). Horovod's jobs go
 on with the workers that are left. torchrun starts all workers again, and each goes on from its own
-checkpoint. The workers (soak_worker.py) check after every step that nothing was lost. This script
+checkpoint. The workers (soak_worker.py) check at every commit that nothing was lost. This script
 reads their diaries: weights must be equal on all ranks at every commit. It ends with a table of
 faults, and with exit code 1 if any was not survived. If a job has complaints, its folder is kept.
 It holds the log, and every worker's diary and checkpoint. where-PID says where a worker's threads
@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,14 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
 
 import launch
 
-# Seconds until training starts, or goes on after a fault, at most.
-LIMIT = 120
+# Seconds until training starts, or goes on after a fault, at most. A busy machine needs them.
+LIMIT = 240
 # Only the neighbours of a dying worker notice its death at once. Horovod's other workers wait for
 # so many seconds, and a newcomer may take as long to start.
 GLOO_TIMEOUT = 25
 Diary = list[dict[str, Any]]
+Alive = dict[int, str]
+"""{process number: host}"""
 
 
 class Point(enum.StrEnum):
@@ -64,6 +67,7 @@ class Plan:
         optimizer: "drop-in"; "stock": Horovod's own; "local steps"; and under torchrun "torchrun",
             the optimizer of scalecom_hvd.ddp, or "DDP hook".
         method: as module:class.
+        rounds: the optimizer's arguments on local steps.
         last: the batch after which training ends.
         random_faults: whether gradients overflow, or are missing, at random.
         deaths: {host: [batch, point]}, for a job whose course is known beforehand.
@@ -71,17 +75,15 @@ class Plan:
     """
 
     optimizer: str = "drop-in"
-    method: str = "scalecom_hvd.torch:ScaleCom"
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rounds: dict[str, int] = dataclasses.field(default_factory=dict)
+    method: str = "scalecom_hvd.torch:ScaleCom"
     commit_every: int = 5
     last: int | None = None
     seed: int = 0
     random_faults: bool = True
     deaths: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
     grow_at: int | None = None
-    local_steps: int | None = None
-    overlap: int = 0
-    fragments: int = 1
 
     @property
     def elastic(self) -> bool:
@@ -91,7 +93,7 @@ class Plan:
     @property
     def points(self) -> list[Point]:
         """The points that a worker of this plan reaches in every step."""
-        signals = self.optimizer in ("drop-in", "torchrun") and self.local_steps is None
+        signals = self.optimizer in ("drop-in", "torchrun") and not self.rounds
         missing = {Point.SIGNAL: not signals, Point.AVERAGES: self.optimizer == "stock"}
         return [point for point in Point if not missing.get(point)]
 
@@ -102,13 +104,13 @@ TRAVELS = {"local_steps": 6, "overlap": 2, "fragments": 2}
 PLANS = [
     Plan(settings=AS_THEY_ARE),
     Plan(settings=AHEAD),
-    Plan("stock", settings=COMPRESSED),
-    Plan("local steps", settings=AS_THEY_ARE, local_steps=3),
-    Plan("local steps", settings=COMPRESSED, **TRAVELS),
-    Plan("torchrun", settings=COMPRESSED),
-    Plan("torchrun", settings=AHEAD),
-    Plan("torchrun", settings=AS_THEY_ARE, **TRAVELS),
-    Plan("DDP hook", settings=COMPRESSED),
+    Plan("stock", COMPRESSED),
+    Plan("local steps", AS_THEY_ARE, {"local_steps": 3}),
+    Plan("local steps", COMPRESSED, TRAVELS),
+    Plan("torchrun", COMPRESSED),
+    Plan("torchrun", AHEAD),
+    Plan("torchrun", AS_THEY_ARE, TRAVELS),
+    Plan("DDP hook", COMPRESSED),
 ]
 
 
@@ -124,7 +126,6 @@ class Job:
 
     def __init__(self, folder: Path, plan: Plan, ranks: int) -> None:
         self.folder, self.elastic = folder, plan.elastic
-        self.log = (folder / "log").open("w+", errors="replace")
         worker = Path(__file__).with_name("soak_worker.py")
         program = [str(worker), str(folder), json.dumps(dataclasses.asdict(plan))]
         if self.elastic:
@@ -142,16 +143,17 @@ class Job:
         else:
             command = launch.command("torchrun", ranks, program)
             command[3:3] = ["--max-restarts", "1000"]
-        self._process = subprocess.Popen(
-            command,
-            cwd=folder,
-            # Without this, restarted ranks of Gloo look for the dead ones in PyTorch 2.13.
-            env=launch.environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        with (folder / "log").open("w") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=folder,
+                # Without this, restarted ranks of Gloo look for the dead ones in PyTorch 2.13.
+                env=launch.environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def add_host(self) -> None:
         self.hosts_so_far += 1
@@ -168,8 +170,8 @@ class Job:
         """What every worker has written so far, by its process number."""
         return {int(path.stem): list(_entries(path)) for path in self.folder.glob("*.jsonl")}
 
-    def workers(self) -> dict[int, str]:
-        """{process number: host} of the living workers that have begun to train."""
+    def workers(self) -> Alive:
+        """The living workers that have begun to train."""
         begun = {pid: diary[0]["host"] for pid, diary in self.diaries().items() if diary}
         return {pid: host for pid, host in begun.items() if self._is_worker(pid)}
 
@@ -195,13 +197,15 @@ class Job:
         for pid in self.workers():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
-        files = {pid: self.folder / f"where-{pid}" for pid in self.workers()}
-        end = time.time() + 60
-        while time.time() < end and any(not file.stat().st_size for file in files.values()):
+        end = time.time() + LIMIT
+        while time.time() < end and not all(map(self._has_told_where, self.workers())):
             time.sleep(0.1)
 
+    def _has_told_where(self, pid: int) -> bool:
+        return "most recent call first" in (self.folder / f"where-{pid}").read_text()
+
     def output(self) -> str:
-        return Path(self.log.name).read_text(errors="replace")
+        return (self.folder / "log").read_text(errors="replace")
 
     def close(self) -> None:
         """End everything of this job. Workers have sessions of their own."""
@@ -211,7 +215,6 @@ class Job:
         for pid in self.diaries():
             if self._is_worker(pid):
                 os.kill(pid, signal.SIGKILL)
-        self.log.close()
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -266,23 +269,6 @@ def judge(diaries: dict[int, Diary], folder: Path) -> Findings:
     return Findings(steps, len(shared), complaints)
 
 
-def failures(diaries: dict[int, Diary]) -> int:
-    """How often torchrun restarted workers that had not come to their end.
-
-    Finished workers do not count: PyTorch 2.13 may abort them as their processes end, with and
-    without ScaleCom.
-    """
-    lives = collections.defaultdict(list)
-    for diary in diaries.values():
-        for begin in of(diary, "begin"):
-            lives[begin["restarts"]].append(bool(of(diary, "end")))
-    return max(lives) + 1 - sum(map(all, lives.values()))
-
-
-Alive = dict[int, str]
-"""{process number: host}"""
-
-
 class Trouble:
     """Makes a fault from outside every few seconds, and waits until training goes on."""
 
@@ -294,7 +280,7 @@ class Trouble:
 
     def make(self, limit: float) -> None:
         """Make one fault. Raise TimeoutError if the job has not recovered after `limit` seconds."""
-        alive, before = self.job.workers(), self._generations()
+        alive, before = self.job.workers(), self.told("begin", "generation")
         comes = len(alive) < self.ranks
         if comes:
             if not self.job.elastic:
@@ -302,8 +288,8 @@ class Trouble:
             kind, spare = "a worker comes", list(alive)
             self.job.add_host()
         else:
-            kind = self.dice.choice(list(self._faults()))
-            spare = self._faults()[kind](alive)
+            kind, fault = self.dice.choice(list(self.faults().items()))
+            spare = fault(alive)
             if len(spare) < len(alive) and not self.job.elastic:
                 spare = []
                 self.restarts += 1
@@ -332,50 +318,48 @@ class Trouble:
             time.sleep(0.2)
         raise TimeoutError(f"training did not go on within {limit:.0f} s after: {kind}")
 
-    def _generations(self) -> set[str]:
-        """One entry for every time that ranks have come together."""
+    def told(self, event: str, fact: str) -> set[Any]:
+        """What diaries say: this fact of all events of a kind."""
         diaries = self.job.diaries().values()
-        return {entry["generation"] for diary in diaries for entry in of(diary, "begin")}
+        return {entry[fact] for diary in diaries for entry in of(diary, event)}
 
-    def _faults(self) -> dict[str, Callable[[Alive], list[int]]]:
+    def faults(self) -> dict[str, Callable[[Alive], list[int]]]:
         """What may happen. Each returns the workers that must live on."""
-        faults = {
-            "kill -9 at any moment": lambda alive: self._kill(alive, 1),
-            "a worker stands still for seconds": self._stop,
+        faults: dict[str, Callable[[Alive], list[int]]] = {
+            "kill -9 at any moment": self.kill,
+            "a worker stands still for seconds": self.stop,
         }
-        if self.job.elastic:
-            faults["a host is taken away"] = self._remove
         for point in self.points:
             for deed in ("die", "wait"):
-                faults[f"{deed} {point}"] = lambda alive, point=point, deed=deed: self._order(
-                    alive, point, deed
-                )
+                faults[f"{deed} {point}"] = partial(self.order, point=point, deed=deed)
+        if self.job.elastic:
+            faults["a host is taken away"] = self.remove
         if self.ranks >= 4:
-            faults["kill -9 of all but two"] = lambda alive: self._kill(alive, len(alive) - 2)
+            faults["kill -9 of all but two"] = partial(self.kill, spared=2)
         return faults
 
-    def _kill(self, alive: Alive, count: int) -> list[int]:
-        victims = self.dice.sample(sorted(alive), count)
+    def kill(self, alive: Alive, spared: int | None = None) -> list[int]:
+        victims = self.dice.sample(sorted(alive), 1 if spared is None else len(alive) - spared)
         time.sleep(self.dice.uniform(0, 0.2))
         for pid in victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return [pid for pid in alive if pid not in victims]
 
-    def _order(self, alive: Alive, point: Point, deed: str = "die") -> list[int]:
+    def order(self, alive: Alive, point: Point, deed: str = "die") -> list[int]:
         """Tell a worker to die, or to wait, at a point of its next step."""
         victim = self.dice.choice(sorted(alive))
         write_whole(self.job.folder / f"order-{victim}", f"{deed} {point}")
         return [pid for pid in alive if pid != victim or deed == "wait"]
 
-    def _stop(self, alive: Alive) -> list[int]:
+    def stop(self, alive: Alive) -> list[int]:
         victim = self.dice.choice(sorted(alive))
         os.kill(victim, signal.SIGSTOP)
         time.sleep(self.dice.uniform(0.5, 8))
         os.kill(victim, signal.SIGCONT)
         return list(alive)
 
-    def _remove(self, alive: Alive) -> list[int]:
+    def remove(self, alive: Alive) -> list[int]:
         victim = self.dice.choice(sorted(alive))
         self.job.remove_host(alive[victim])
         return [pid for pid in alive if pid != victim]
@@ -395,11 +379,13 @@ def watch(plan: Plan, ranks: int, seconds: float, dice: random.Random) -> tuple[
         while not trouble.tried or time.time() < began + seconds:
             time.sleep(dice.uniform(0.5, 2))
             trouble.make(LIMIT)
-        (folder / "stop").touch()  # workers end at their next commit
-        if job.wait(LIMIT / 2) != 0:
-            raise ChildProcessError("the job did not end well")
-        if not job.elastic and failures(job.diaries()) != trouble.restarts:
+        # PyTorch 2.13 may abort finished workers as their processes end, with and without ScaleCom.
+        # torchrun starts them again, so restarts count only until here.
+        if not job.elastic and max(trouble.told("begin", "restarts")) != trouble.restarts:
             raise ChildProcessError("workers failed that nobody killed")
+        (folder / "stop").touch()  # workers end at their next commit
+        if job.wait(LIMIT) != 0:
+            raise ChildProcessError("the job did not end well")
     except (TimeoutError, ChildProcessError) as error:
         job.tell_where()
         failure = [f"{error}\n{job.output()[-5000:]}"]
@@ -442,10 +428,9 @@ def main() -> int:
         steps, compared = steps + findings.steps, compared + findings.compared
         complaints += findings.complaints
         tried, survived = tried + trouble.tried, survived + trouble.survived
-    width = max(map(len, tried), default=5)
-    print(f"\n{'fault':{width}s}  tried  survived")
+    print(f"\n{'fault':53s}  tried  survived")
     for kind in sorted(tried):
-        print(f"{kind:{width}s}  {tried[kind]:5d}  {survived[kind]:8d}")
+        print(f"{kind:53s}  {tried[kind]:5d}  {survived[kind]:8d}")
     print(f"\n{steps} steps, {tried.total()} faults, {survived.total()} survived")
     print(f"weights compared at {compared} commits: {len(complaints)} complaints")
     print(*complaints[:20], sep="\n")

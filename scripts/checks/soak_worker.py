@@ -1,8 +1,9 @@
 """Trains with PyTorch under faults. soak.py runs this on every rank: see there.
 
-The check is made per step and tensor: what left the residues, averaged over ranks, is what arrived
-in the gradients. What a rank sent is `m + grad - (m' - (1 - beta) m) / beta`, by the algorithm's
-own line for the new residue m'.
+At every commit, each tensor's account is made up: what came in since the last commit, less what
+waits more than then, is what this rank sent. Averaged over ranks, it must be what arrived. What
+came in are gradients, or the local steps' own changes; what waits is residue / beta, and of a round
+of local steps what was not synchronised yet.
 """
 
 from __future__ import annotations
@@ -19,12 +20,10 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import horovod.torch as horovod
-import numpy as np
 import torch
 import torch.distributed as dist
 from soak import Plan, Point
@@ -36,15 +35,12 @@ from scalecom_hvd.exchange.methods.base import BucketCollectives
 from scalecom_hvd.exchange.optimizer_gradients import OptimizerGradients
 from scalecom_hvd.exchange.waves import Waves
 
-FEATURES, HIDDEN, OUTPUTS, BATCH = 64, 128, 32, 32
-Arrays = dict[str, np.ndarray]
+FEATURES, HIDDEN, OUTPUTS, BATCH, LR = 64, 128, 32, 32, 0.05
+Tensors = dict[str, torch.Tensor]
 
 
 class Net(torch.nn.Module):
-    """A model that hides no error.
-
-    It has two layers, a third that only some batches use, and no normalisation.
-    """
+    """Two layers, a third that only some batches use, and no normalisation, which hides errors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,84 +68,59 @@ class Trainer:
         torch.manual_seed(os.getpid())
         self.model = Net()
         self.forward: torch.nn.Module = self.model
-        named = [self.model.named_parameters()] if plan.optimizer == "stock" else []
+        self.parameters = dict(self.model.named_parameters())
+        named = [self.parameters.items()] if plan.optimizer == "stock" else []
         self.compression = pkgutil.resolve_name(plan.method)(*named, **plan.settings)
-        self.optimizer = self.distributed(
-            torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
-        )
-        # the gradients of the last backward, before anybody changed them
-        self.came: Arrays = {}
-        self.committed: str | None = None
-        self.committed_own: tuple[int, str, bool] | None = None  # see LocalTrainer
-        self.made = 0  # steps since the last commit
+        self.optimizer = self.distributed(torch.optim.SGD(self.parameters.values(), LR, 0.9))
+        self.came: Tensors = {}  # the gradients of the last backward, before anybody changed them
+        self.committed: dict[str, Any] = {}  # digests of the last commit
         self.order: str | None = None
         self.watch()
 
     def distributed(self, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer of this plan."""
-        named = self.model.named_parameters()
         library = horovod if self.plan.optimizer == "stock" else hvd
         return library.DistributedOptimizer(
-            optimizer, named, compression=self.compression, **self.rounds()
+            optimizer, self.parameters.items(), compression=self.compression, **self.plan.rounds
         )
-
-    def rounds(self) -> dict[str, int]:
-        """What an optimizer is told of local steps."""
-        plan = self.plan
-        if plan.local_steps is None:
-            return {}
-        more = {"overlap": plan.overlap, "fragments": plan.fragments}
-        return {"local_steps": plan.local_steps, **more}
 
     # ----------------------------------------------------------------------------------------------
     # faults
 
     def watch(self) -> None:
         """See gradients before anybody changes them, and die at the points where it is told to."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.parameters.items():
             parameter.register_hook(lambda grad, name=name: self._see(name, grad))
         self._comes_by_before(OptimizerGradients, "_header", Point.SIGNAL)
         self._comes_by_before(Waves, "complete", Point.AVERAGES)
+        self._comes_by_before(BucketCollectives, "average_taken", Point.EXCHANGE)
         if self.plan.optimizer == "stock":
-            self._die_between_in_stock()
-        else:
-            leads = BucketCollectives.leads
-            self._comes_by_before(BucketCollectives, "average_taken", Point.EXCHANGE, leads)
+            # There the leader has chosen when a gradient is compressed. Then Horovod averages it.
+            compress = self.compression.compress
+
+            def dying_compress(grad: torch.Tensor) -> Any:
+                sent = compress(grad)
+                if hvd.rank() == (self.compression.residues.step + 1) % hvd.size():
+                    self.comes_by(Point.EXCHANGE)
+                return sent
+
+            self.compression.compress = dying_compress
 
     def _see(self, name: str, grad: torch.Tensor) -> None:
-        self.came[name] = grad.numpy().copy()
+        self.came[name] = grad.double()
         if name == "hidden.weight":
             self.comes_by(Point.BACKWARD)
 
-    def _comes_by_before(
-        self, room: type, method: str, point: Point, when: Callable[[Any], bool] = lambda it: True
-    ) -> None:
+    def _comes_by_before(self, room: type, method: str, point: Point) -> None:
         """Let a worker come by a point before each call of a method of the library."""
         own = getattr(room, method)
 
         def called(it: Any, *arguments: Any, **more: Any) -> Any:
-            if when(it):
+            if point != Point.EXCHANGE or it.leads():
                 self.comes_by(point)
             return own(it, *arguments, **more)
 
         setattr(room, method, called)
-
-    def _die_between_in_stock(self) -> None:
-        """Let the leader die between its choice and the averages, in Horovod's own optimizer.
-
-        There it has chosen when a gradient is compressed, and then Horovod averages the gradient.
-        """
-        compression = self.optimizer._compression
-        compress = compression.compress
-
-        def dying_compress(grad: torch.Tensor) -> Any:
-            sent = compress(grad)
-            # this rank chooses for the next step
-            if hvd.rank() == (compression.residues.step + 1) % hvd.size():
-                self.comes_by(Point.EXCHANGE)
-            return sent
-
-        compression.compress = dying_compress
 
     def told(self, batch: int) -> str | None:
         """What this worker is told to do in this step, and where."""
@@ -182,9 +153,8 @@ class Trainer:
 
     def detour(self, batch: int) -> bool:
         """Whether this rank uses the layer that only some use. Every rank decides by itself."""
-        if not self.plan.random_faults:
-            return True
-        return self._dice(batch, self.ranks.rank()).random() < 0.7
+        random_faults = self.plan.random_faults
+        return not random_faults or self._dice(batch, self.ranks.rank()).random() < 0.7
 
     # ----------------------------------------------------------------------------------------------
     # the training loop
@@ -219,21 +189,12 @@ class Trainer:
             time.sleep(0.1)
         raise TimeoutError("nobody came")
 
-    def note(self, event: str, **facts: Any) -> None:
-        """Write a line into the diary."""
-        facts |= {"event": event, "time": time.time()}
-        facts |= {"rank": self.ranks.rank(), "size": self.ranks.size()}
-        with (self.folder / f"{os.getpid()}.jsonl").open("a") as file:
-            print(json.dumps(facts), file=file)
-
     def begin(self, batch: int) -> None:
         """Begin training, or go on after workers came or went."""
-        self.generation = self.ranks.broadcast_object(
-            f"{os.getpid()}.{time.time()}", root_rank=0, name="generation"
-        )
+        generation = f"{os.getpid()}.{time.time()}"
+        self.generation = self.ranks.broadcast_object(generation, root_rank=0, name="generation")
         residues = self.residues()
-        norm = sum(float(np.linalg.norm(r)) for r in residues.values())
-        self.made = 0
+        norm = sum(float(residue.norm()) for residue in residues.values())
         self.note(
             "begin",
             host=os.environ.get("HOROVOD_HOSTNAME"),
@@ -243,25 +204,36 @@ class Trainer:
             residues=digest(residues),
             norm=norm,
         )
-        if self.committed is None:
+        then, now = self.committed, self.digests()
+        if not then:
             self.expect(norm == 0, "a newcomer's residues are not zero", batch)
         else:
-            same = digest(self.kept()) == self.committed
+            same = now["kept"] == then["kept"]
             self.expect(same, "residues are not those of this rank's last commit", batch)
+        # A rank may have committed a step that other ranks have not. It then goes on from the other
+        # ranks' common parameters, as newcomers do. Averages that travel count at once if a
+        # newcomer comes.
+        if then and now["taken"] == then["taken"]:
+            same = now["own"] == then["own"] or now["travels"] < then["travels"]
+            self.expect(same, "parameters are not those of this rank's last commit", batch)
+        elif now["taken"]:
+            same = now["own"] == now["common"]
+            self.expect(same, "a newcomer's parameters are not the common ones", batch)
+        self.open_account()
 
     def commit(self, state: Any) -> None:
         """Commit. If hosts have changed, the commit ends with HostsUpdatedInterrupt."""
-        self.committed = digest(self.kept())
+        self.committed = self.digests()
         self.note(
             "commit",
             batch=state.batch,
             generation=self.generation,
-            weights=digest(self.common()),
+            weights=self.committed["common"],
             step=self.compression.stats()["step"],
             made=self.made,
         )
-        self.made = 0
         state.commit()
+        self.make_up_account(state.batch)
 
     def save(self) -> None:
         """Write a checkpoint, whole or not at all, whatever happens meanwhile."""
@@ -278,8 +250,8 @@ class Trainer:
     def saved(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "scalecom": self.compression.state_dict()}
 
-    def backward(self, batch: int) -> tuple[torch.Tensor, float | None]:
-        """Compute a step's gradients under this batch's faults. Return the loss, and `overflow`."""
+    def step(self, batch: int) -> torch.Tensor:
+        """Take a step under this batch's faults. Return the loss."""
         truth = torch.Generator().manual_seed(0)
         truth = torch.randn(FEATURES, OUTPUTS, generator=truth) / FEATURES**0.5
         mine = torch.Generator().manual_seed(batch * 1000 + self.ranks.rank())
@@ -291,190 +263,120 @@ class Trainer:
         outputs = self.forward(inputs, self.detour(batch))
         loss = torch.nn.functional.mse_loss(outputs, inputs @ truth)
         (loss * (1.0 if overflow is None else overflow)).backward()
-        return loss.detach(), overflow
+        finish = self.take_local_step if self.plan.rounds else self.take_common_step
+        finish(batch, overflow)
+        return loss.detach()
 
-    def step(self, batch: int) -> torch.Tensor:
-        """Take a step, and check it. Return the loss."""
-        before = self.residues()
-        loss, overflow = self.backward(batch)
+    def take_common_step(self, batch: int, overflow: float | None) -> None:
         self.optimizer.synchronize()
         # DDP leaves no average to a parameter that no rank used.
-        grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
-        finite = all(bool(grad.isfinite().all()) for grad in grads.values())
-        arrived = arrays(grads)
+        arrived = {n: p.grad.double() for n, p in self.parameters.items() if p.grad is not None}
+        finite = all(bool(grad.isfinite().all()) for grad in arrived.values())
+        self.expect(
+            finite == (overflow is None), "a void step was taken, or a sound one not", batch
+        )
         if finite:
+            self.book(self.came, arrived)
             with self.optimizer.skip_synchronize():
                 self.optimizer.step()
-        if overflow is not None:
-            self.expect(not finite, "a step with an overflow was taken", batch)
-            self.check_void(batch, before)
-        else:
-            self.expect(finite, "a sound step was not taken", batch)
-            self.check_sent(batch, before, arrived)
-        return loss
 
-    # ----------------------------------------------------------------------------------------------
-    # checks
-
-    def residues(self) -> Arrays:
-        # state_dict() would wait for look-ahead's offsets. But a step must begin, and a commit must
-        # be made, while they are under way.
-        tensors = self.compression.residues.tensors.items()
-        return arrays({name: tensor.residue.view(tensor.shape) for name, tensor in tensors})
-
-    def kept(self) -> Arrays:
-        """Everything of this worker's own that lasts from commit to restore."""
-        states = self.compression.run.tensor_states.items()
-        # What look-ahead chose is dropped if it never arrives.
-        more = {
-            f"{what} {name}": value
-            for name, state in states
-            for what, value in state.items()
-            if what not in ("offsets", "scales")
-        }
-        return self.residues() | arrays(more)
-
-    def own(self) -> Arrays:
-        """This rank's parameters."""
-        return arrays(dict(self.model.named_parameters()))
-
-    def common(self) -> Arrays:
-        """The parameters that are the same on all ranks."""
-        return self.own()
-
-    def expect(self, truth: Any, complaint: str, batch: int) -> None:
-        if not truth:
-            self.note("violation", complaint=complaint, batch=batch)
-
-    def check_void(self, batch: int, before: Arrays) -> None:
-        for name, now in self.residues().items():
-            then = before.get(name, np.zeros_like(now))
-            came = np.nan_to_num(np.abs(self.came.get(name, np.zeros(1))), nan=0, posinf=0)
-            size = float(came.max()) + float(np.abs(then).max())
-            same = np.allclose(now, then, rtol=1e-5, atol=1e-6 * size)
-            self.expect(same, f"a void step changed the residue of {name}", batch)
-
-    def check_sent(self, batch: int, before: Arrays, arrived: Arrays) -> None:
-        beta, sent, allowed, after = self.compression.config.beta, {}, {}, self.residues()
-        for name in after.keys() - arrived.keys():
-            same = np.array_equal(after[name], before[name])
-            self.expect(same, f"the residue of {name} changed, which no rank used", batch)
-        for name, average in arrived.items():
-            came = sent[name] = self.came.get(name, np.zeros_like(average))
-            then = before.get(name, np.zeros_like(average))
-            if name in after:
-                sent[name] = came + then - (after[name] - (1 - beta) * then) / beta
-            # Integers may sum to zero even if much came.
-            size = max(float(np.abs(one).max()) for one in (average, then, came))
-            allowed[name] = 1e-5 * size / beta + 1e-12
-        self.compare(batch, sent, arrived, allowed, "what left the residues and what arrived")
-
-    def compare(
-        self, batch: int, sent: Arrays, arrived: Arrays, allowed: dict[str, float], what: str
-    ) -> None:
-        """Check that what ranks sent, averaged, is what arrived, up to the average of `allowed`."""
-        parts = [one.ravel() for one in sent.values()]
-        parts.append(np.array([allowed[name] for name in sent]))
-        together = torch.from_numpy(np.concatenate(parts))
-        averages = self.ranks.allreduce(together, name="soak.sent").numpy()
-        *averages, limits = np.split(averages, np.cumsum([part.size for part in parts])[:-1])
-        for name, average, limit in zip(sent, averages, limits, strict=True):
-            off = float(np.abs(average - arrived[name].ravel()).max())
-            self.expect(off <= limit, f"{name}: {what} differ by {off:g}", batch)
-
-
-class LocalTrainer(Trainer):
-    """One worker that takes local steps.
-
-    Every synchronisation compares changes of parameters.
-    """
-
-    def watch(self) -> None:
-        super().watch()
-        self.local = self.optimizer._local
-        depart, arrive = self.local._depart, self.local._arrive
-        # What this rank brought to the synchronisation that departed last: after how many steps,
-        # its changes, its residues before, and of how many ranks.
-        self.brought: tuple[int, Arrays, Arrays, int] = (-1, {}, {}, 0)
-        self.arrived: int | None = None
-
-        def see_what_departs(fragments: range) -> None:
-            # Until the first one begins, x is not known.
-            self.x = arrays(self.local.common)
-            names = {name for number in fragments for name in self.local._fragments[number]}
-            changes = {
-                name: (self.x[name] - mine) * (name in names) for name, mine in self.own().items()
-            }
-            self.brought = self.local.taken, changes, self.residues(), self.ranks.size()
-            depart(fragments)
-
-        def see_what_arrives(everywhere: bool = True) -> bool:
-            self.arrived = self.local._journey and self.local._journey.since
-            return arrive(everywhere)
-
-        self.local._depart, self.local._arrive = see_what_departs, see_what_arrives
-
-    def common(self) -> Arrays:
-        return arrays(self.local.common)
-
-    def begin(self, batch: int) -> None:
-        super().begin(batch)
-        # A rank may have committed a step that other ranks have not. The other ranks go on from its
-        # common parameters, as newcomers do.
-        own = digest(self.own())
-        if self.committed is not None and self.local.taken == self.committed_own[0]:
-            # Averages that travel count at once if a newcomer comes.
-            counted = self.committed_own[2] and self.local._journey is None
-            same = counted or own == self.committed_own[1]
-            self.expect(same, "parameters are not those of this rank's last commit", batch)
-        elif self.local.taken:
-            same = own == digest(self.common())
-            self.expect(same, "a newcomer's parameters are not the common ones", batch)
-
-    def commit(self, state: Any) -> None:
-        self.local.collect()  # the commit does this too, and it changes residues
-        travels = self.local._journey is not None
-        self.committed_own = self.local.taken, digest(self.own()), travels
-        super().commit(state)
-
-    def step(self, batch: int) -> torch.Tensor:
-        self.arrived = None
-        skipped, exchanged = self.local.skipped, self.compression.stats()["step"]
-        loss, overflow = self.backward(batch)
+    def take_local_step(self, batch: int, overflow: float | None) -> None:
         hit = overflow not in (None, 1.0)
-        values = digest(self.own()) if hit else None
+        skipped = self.compression.stats()["local_steps_skipped"]
         # A GradScaler leaves this to an optimizer that can unscale and skip.
         self.optimizer.grad_scale = torch.tensor(1.0)
         self.optimizer.found_inf = torch.tensor(float(hit))
         self.optimizer.step()
         del self.optimizer.grad_scale, self.optimizer.found_inf
-        right = self.local.skipped == skipped + hit
+        right = self.compression.stats()["local_steps_skipped"] == skipped + hit
         self.expect(right, "a step was skipped, or not, and the other was right", batch)
-        if self.arrived is not None:
-            counts = self.compression.stats()["step"] > exchanged or self.plan.overlap
-            self.expect(counts, "a synchronisation did not count", batch)
-            # A rank that came after the departure knows nothing of it. A rank that left took part
-            # in it.
-            same = self.brought[0] == self.arrived and self.brought[3] == self.ranks.size()
-            known = self.ranks.allreduce(torch.tensor(float(same)), name="soak.known")
-            if known > 0.99:  # on all ranks
-                self.check_changes(batch)
-        elif hit:
-            self.expect(digest(self.own()) == values, "a skipped step changed parameters", batch)
-        return loss
+        if not hit:
+            states = {n: self.optimizer.state[self.parameters[n]] for n in self.came}
+            self.book({n: LR * s["momentum_buffer"].double() for n, s in states.items()}, {})
 
-    def check_changes(self, batch: int) -> None:
-        """Check that what left the ranks' residues and changes, averaged, is what x moved by."""
-        _, changes, before, _ = self.brought
-        sent, moved, allowed, common = dict(changes), {}, {}, self.common()
-        beta = self.compression.config.beta
-        for name, now in self.residues().items():
-            sent[name] = sent[name] + (before.get(name, np.zeros_like(now)) - now) / beta
-        for name, x in self.x.items():
-            moved[name] = x - common[name]
-            size = float(np.abs(x).max()) + float(np.abs(before.get(name, np.zeros(1))).max())
-            allowed[name] = 1e-5 * size / beta + 1e-12
-        self.compare(batch, sent, moved, allowed, "what left the ranks and what x moved by")
+    # ----------------------------------------------------------------------------------------------
+    # checks
+
+    def residues(self) -> Tensors:
+        # state_dict() would wait for look-ahead's offsets. But a commit must be made while they are
+        # under way.
+        return {name: t.residue for name, t in self.compression.residues.tensors.items()}
+
+    def rounds(self) -> dict[str, Any]:
+        """The state of local steps."""
+        return self.compression.state_dict()["local_steps"] if self.plan.rounds else {}
+
+    def digests(self) -> dict[str, Any]:
+        """What lasts from commit to restore, and the parameters that are the same on all ranks."""
+        rounds = self.rounds()  # averages that travel have come now, which changes residues
+        states = self.compression.run.tensor_states.items()
+        # What look-ahead chose is dropped if it never arrives.
+        kept = self.residues() | {
+            f"{what} {name}": value
+            for name, state in states
+            for what, value in state.items()
+            if what not in ("offsets", "scales")
+        }
+        return {
+            "kept": digest(kept),
+            "own": digest(self.parameters),
+            "common": digest(rounds.get("common", self.parameters)),
+            "taken": rounds.get("taken", 0),
+            "travels": "since" in rounds,
+        }
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Write a line into the diary."""
+        facts |= {"event": event, "time": time.time()}
+        facts |= {"rank": self.ranks.rank(), "size": self.ranks.size()}
+        with (self.folder / f"{os.getpid()}.jsonl").open("a") as file:
+            print(json.dumps(facts), file=file)
+
+    def expect(self, truth: Any, complaint: str, batch: int) -> None:
+        if not truth:
+            self.note("violation", complaint=complaint, batch=batch)
+
+    def open_account(self) -> None:
+        self.made = 0  # steps since the last commit
+        zeros = {name: torch.zeros(p.shape).double() for name, p in self.parameters.items()}
+        self.came_in, self.arrived = dict(zeros), dict(zeros)
+        self.largest = dict.fromkeys(zeros, 0.0)
+        self.waited, self.common = self.balance()
+
+    def book(self, came: Tensors, arrived: Tensors) -> None:
+        for booked, new in ((self.came_in, came), (self.arrived, arrived)):
+            for name, tensor in new.items():
+                booked[name] = booked[name] + tensor
+                self.largest[name] += float(tensor.abs().max())
+
+    def balance(self) -> tuple[Tensors, Tensors]:
+        """What waits on this rank, and the common parameters, with averages that travel."""
+        saved, rounds = self.compression.state_dict(), self.rounds()
+        averages, waits, common = rounds.get("averages", {}), {}, {}
+        for name, parameter in self.parameters.items():
+            x = rounds.get("common", self.parameters)[name].detach().double()
+            common[name] = x - averages.get(name, 0)
+            begun = rounds["sent_from"][name].double() if name in averages else x
+            residue = saved["residues"].get(name, torch.zeros(())).double()
+            waits[name] = begun - parameter.detach() + residue / self.compression.config.beta
+        return waits, common
+
+    def make_up_account(self, batch: int) -> None:
+        waits, common = self.balance()
+        for name, waited in self.waited.items():
+            sent = self.came_in[name] - (waits[name] - waited)
+            arrived = self.arrived[name]
+            if self.plan.rounds:
+                arrived = self.common[name] - common[name]
+                self.largest[name] += float(common[name].abs().max())
+            # Integers may sum to zero even if much came.
+            allowed = 1e-5 * (self.largest[name] + float(waited.abs().max())) + 1e-12
+            mine = torch.cat([sent.flatten(), torch.tensor([allowed]).double()])
+            averages = self.ranks.allreduce(mine, name=f"soak.{name}")
+            off = float((averages[:-1] - arrived.flatten()).abs().max())
+            complaint = f"{name}: what ranks sent and what arrived differ by {off:g}"
+            self.expect(off <= averages[-1], complaint, batch)
+        self.open_account()
 
 
 class Ranks:
@@ -506,8 +408,8 @@ class TorchrunTrainer(Trainer):
 
     def distributed(self, optimizer: torch.optim.Optimizer) -> Any:
         if self.plan.optimizer == "torchrun":
-            named = self.model.named_parameters()
-            return ddp.DistributedOptimizer(optimizer, named, self.compression, **self.rounds())
+            named = self.parameters.items()
+            return ddp.DistributedOptimizer(optimizer, named, self.compression, **self.plan.rounds)
         self.forward = DistributedDataParallel(self.model, find_unused_parameters=True)
         state = ddp.ScaleComState(self.forward, self.compression)
         self.forward.register_comm_hook(state, ddp.scalecom_hook)
@@ -516,8 +418,8 @@ class TorchrunTrainer(Trainer):
         return optimizer
 
     def saved(self) -> dict[str, Any]:
-        own = {"committed": self.committed, "committed_own": self.committed_own}
-        return super().saved() | {"optimizer": self.optimizer.state_dict(), **own}
+        own = {"optimizer": self.optimizer.state_dict(), "committed": self.committed}
+        return super().saved() | own
 
     def save(self) -> None:
         # All ranks have one of two checkpoints: no rank is a whole round of commits ahead.
@@ -530,10 +432,9 @@ class TorchrunTrainer(Trainer):
 
     def resume(self) -> Any:
         """Go on from this rank's checkpoint, if it has one. Return what `train` is given."""
-        rounds = self.plan.local_steps is not None
         files = self.folder.glob(f"checkpoint-{dist.get_rank()}-*.pt")
         batches = {int(file.stem.rpartition("-")[2]) for file in files}
-        if rounds:
+        if self.plan.rounds:
             everyone = [set()] * dist.get_world_size()
             dist.all_gather_object(everyone, batches)
             batches = set.intersection(*everyone)
@@ -543,27 +444,18 @@ class TorchrunTrainer(Trainer):
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
             self.compression.load_state_dict(saved["scalecom"])
-            self.committed, self.committed_own = saved["committed"], saved["committed_own"]
+            self.committed = saved["committed"]
         ddp.broadcast_parameters(self.model)
         common = batch, self.optimizer.state_dict()
         batch, state = self.ranks.broadcast_object(common, root_rank=0, name="start")
-        if not (rounds and batch):  # there every rank has its own
+        if not (self.plan.rounds and batch):  # there every rank has its own
             self.optimizer.load_state_dict(state)
         self.state = types.SimpleNamespace(batch=batch, commit=lambda: None)
         return self.state
 
 
-class TorchrunLocalTrainer(TorchrunTrainer, LocalTrainer):
-    """A worker that takes local steps under torchrun."""
-
-
-def arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
-    """Copies of the tensors."""
-    return {name: tensor.detach().numpy().copy() for name, tensor in tensors.items()}
-
-
-def digest(arrays: Arrays) -> str:
-    whole = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays.values())
+def digest(tensors: Tensors) -> str:
+    whole = b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors.values())
     return hashlib.sha256(whole).hexdigest()[:16]
 
 
@@ -573,15 +465,14 @@ def main() -> None:
     where = (folder / f"where-{os.getpid()}").open("w")
     faulthandler.register(signal.SIGUSR1, where)
     torch.set_num_threads(1)
-    local = plan.local_steps is not None
     if plan.elastic:
         hvd.init()
-        trainer = (LocalTrainer if local else Trainer)(plan, folder, hvd)
+        trainer = Trainer(plan, folder, hvd)
         state = hvd.elastic.TorchState(trainer.model, trainer.optimizer, batch=0)
         hvd.elastic.run(trainer.train)(state)
     else:
         dist.init_process_group("gloo")
-        trainer = (TorchrunLocalTrainer if local else TorchrunTrainer)(plan, folder, Ranks)
+        trainer = TorchrunTrainer(plan, folder, Ranks)
         trainer.train(trainer.resume())
 
 

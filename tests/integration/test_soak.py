@@ -3,6 +3,7 @@
 Workers are killed, stopped, added and dismissed at random.
 """
 
+import os
 import random
 import re
 import sys
@@ -63,7 +64,7 @@ def test_the_next_fault_waits_until_horovod_has_started_again(monkeypatch):
     """
     job = JobThatStartsAgainLate()
     trouble = soak.Trouble(job, 3, random.Random(0), list(soak.Point))
-    monkeypatch.setattr(trouble, "_faults", lambda: {"a host is taken away": trouble._remove})
+    monkeypatch.setattr(trouble, "faults", lambda: {"a host is taken away": trouble.remove})
     trouble.make(limit=10)
     assert trouble.survived.total() == 1
     assert job.looks > 3
@@ -76,7 +77,7 @@ def test_a_fault_that_is_not_survived_leaves_its_folder(tmp_path, monkeypatch):
     """
     monkeypatch.setattr(soak.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(soak.Trouble, "make", leader_dies)
-    plan = soak.Plan(optimizer="stock", settings=soak.COMPRESSED, random_faults=False)
+    plan = soak.Plan("stock", soak.COMPRESSED, random_faults=False)
     findings, _ = soak.watch(plan, 2, 1, random.Random(0))
     complaint, where = findings.complaints
     assert complaint.startswith("it died")
@@ -89,29 +90,57 @@ def test_a_fault_that_is_not_survived_leaves_its_folder(tmp_path, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("optimizer", "local_steps", "point"),
+    ("optimizer", "rounds", "point"),
     [
-        ("torchrun", None, soak.Point.EXCHANGE),
-        ("torchrun", 4, soak.Point.SAVING),
-        ("DDP hook", None, soak.Point.AVERAGES),
+        ("torchrun", {}, soak.Point.EXCHANGE),
+        ("torchrun", {"local_steps": 4}, soak.Point.SAVING),
+        ("DDP hook", {}, soak.Point.AVERAGES),
     ],
 )
-def test_torchrun_starts_workers_again(monkeypatch, optimizer, local_steps, point):
+def test_torchrun_starts_workers_again(monkeypatch, optimizer, rounds, point):
     """One worker dies, and all workers resume from their own checkpoints."""
     monkeypatch.setattr(
         soak.Trouble,
-        "_faults",
-        lambda trouble: {"one dies": lambda alive: trouble._order(alive, point)},
+        "faults",
+        lambda trouble: {"one dies": lambda alive: trouble.order(alive, point)},
     )
-    plan = soak.Plan(optimizer=optimizer, settings=soak.COMPRESSED, local_steps=local_steps)
+    plan = soak.Plan(optimizer, soak.COMPRESSED, rounds)
     findings, trouble = soak.watch(plan, 2, 1, random.Random(0))
     assert not findings.complaints, findings.complaints
     assert trouble.survived["one dies"] == trouble.restarts > 0
     assert findings.compared > 1
 
 
+LOSSY = """
+from scalecom_hvd.ddp import ScaleCom
+class Lossy(ScaleCom):
+    def step(self, bucket, collectives, state):
+        result = yield from super().step(bucket, collectives, state)
+        if collectives.step == 7 and collectives.position == 0:
+            for tensor in bucket.tensors:
+                tensor.residue.mul_(0.9)
+        return result
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rounds", [{}, soak.TRAVELS], ids=["every step", "local steps"])
+def test_a_part_of_one_residue_is_missed(tmp_path, monkeypatch, rounds):
+    (tmp_path / "lossy.py").write_text(LOSSY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    plan = soak.Plan("torchrun", soak.COMPRESSED, rounds, method="lossy:Lossy", last=50)
+    job = soak.Job(tmp_path, plan, 2)
+    try:
+        assert job.wait(250) == 0, job.output()
+    finally:
+        job.close()
+    complaints = soak.judge(job.diaries(), tmp_path).complaints
+    assert complaints
+    assert all("what ranks sent and what arrived differ by" in each for each in complaints)
+
+
 def leader_dies(trouble, limit):
-    left = trouble._order(trouble.job.workers(), soak.Point.EXCHANGE)
+    left = trouble.order(trouble.job.workers(), soak.Point.EXCHANGE)
     end = time.time() + limit
     while time.time() < end and len(trouble.job.workers()) > len(left):
         time.sleep(0.1)

@@ -1,7 +1,7 @@
 """Elastic training with PyTorch.
 
 Workers are killed at the worst moments, another one joins, and every rank keeps its own residues.
-The workers are those of soak_worker.py, which check after every step that nothing was lost. Here
+The workers are those of soak_worker.py, which check at every commit that nothing was lost. Here
 the faults are known beforehand. test_soak.py covers other ways of using ScaleCom.
 """
 
@@ -109,7 +109,7 @@ def test_local_steps_while_a_worker_is_killed_and_another_comes(diaries):
         4,
         optimizer="local steps",
         settings={"rate": 20},
-        local_steps=3,
+        rounds={"local_steps": 3},
         random_faults=False,
         deaths=deaths,
         grow_at=GROWN_AT,
