@@ -120,7 +120,7 @@ OWN = named("ddp_*")
 DDP = without(OWN, NODES + OF_DEVICES)
 DDP += named("amp orders parity state stateful_method changed_gradients one_rank_loads", "torch_")
 DDP += named("thrown_away unlike_ranks", "torch_")
-DDP_LONG = named("diagnostics local_steps methods parity simulator", "torch_")
+DDP_LONG = named("diagnostics local_states local_steps methods parity simulator", "torch_")
 # What Gloo has added up before all ranks have come. It needs three ranks.
 SUMS = [f"{PARALLEL}torch_unlike_ranks.py::test_one_rank_loads_its_residues_and_nothing_is_lost"]
 # They run at the same time, the longest first: see tests/integration/conftest.py.
