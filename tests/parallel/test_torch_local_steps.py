@@ -566,21 +566,33 @@ def late_parameter(model, optimizer):
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
 
 
-DIFFER = r"settings differ.*local_steps is"
+DIFFER = "settings differ.*local_steps is"
 
 
 @pytest.mark.parametrize(
-    ("local_steps", "change", "message"),
+    ("settings", "change", "message"),
     [
-        ([4, 5], None, rf"{DIFFER} \[\[0, 4\]\] on rank 0 and \[\[0, 5\]\] on rank 1"),
-        ([None, 4], None, rf"{DIFFER} missing on rank 0 and \[\[0, 4\]\] on rank 1"),
-        ([4, 4], other_start, "different parameters.*Call broadcast_parameters on all ranks befo"),
-        ([4, 4], late_parameter, "after DistributedOptimizer was made.*Make a new DistributedOpti"),
+        (
+            [{"local_steps": 4}, {"local_steps": 5}],
+            None,
+            rf"{DIFFER} \[\[0, 4\]\] on rank 0 and \[\[0, 5\]\] on rank 1",
+        ),
+        (
+            [{"local_steps": None}, {"local_steps": 4}],
+            None,
+            rf"{DIFFER} missing on rank 0 and \[\[0, 4\]\] on rank 1",
+        ),
+        ([{}, {"overlap": 1}], None, "settings differ.*overlap is 0 on rank 0 and 1 on rank 1"),
+        ([{}, {"fragments": 2}], None, "settings differ.*fragments is 1 on rank 0 and 2 on rank 1"),
+        ([{}, {"clip_changes": 2}], None, "settings differ.*clip_changes is None on rank 0 and 2"),
+        ([{"outer": outer_sgd}, {"outer": momentum}], None, r"settings differ.*outer is SGD\("),
+        ([{}, {}], other_start, "different parameters.*Call broadcast_parameters on all ranks bef"),
+        ([{}, {}], late_parameter, "after DistributedOptimizer was made.*Make a new Distributed"),
     ],
 )
-def test_the_first_step_is_refused_on_all_ranks(local_steps, change, message):
+def test_the_first_step_is_refused_on_all_ranks(settings, change, message):
     model = begin()
-    optimizer, _ = make(model, local_steps=local_steps[hvd.rank() == 1])
+    optimizer, _ = make(model, **settings[hvd.rank() == 1])
     if change is not None:
         change(model, optimizer)
     with pytest.raises(RuntimeError, match=message):

@@ -81,3 +81,22 @@ def test_wrong_numbers_are_refused(wrong):
 def test_wrong_types_are_refused(wrong):
     with pytest.raises(TypeError, match=r"local_steps must be a number of steps \(4\)"):
         Schedule(wrong)
+
+
+@pytest.mark.parametrize(
+    ("settings", "overlap", "error", "message"),
+    [
+        ((4, 0), 0, ValueError, "fragments must be 1 .the whole model. or more, not 0"),
+        ((4, 1.5), 0, TypeError, "a whole number, not 1.5"),
+        ((4,), 4, ValueError, "from 0 to 3, less than local_steps, not 4"),
+        ((4,), -1, ValueError, "not -1"),
+        ((4,), 1.5, TypeError, "a whole number of steps, not 1.5"),
+        ((4,), True, TypeError, "not True"),
+        (({0: 1, 8: 4},), 1, ValueError, "must be 0"),
+        ((4, 2), 2, ValueError, "from 0 to 1, less than local_steps // fragments, not 2"),
+        (({0: 8, 9: 4}, 2), 2, ValueError, "less than the smallest number in local_steps // fr"),
+    ],
+)
+def test_fragments_and_overlaps_that_cannot_work_are_refused(settings, overlap, error, message):
+    with pytest.raises(error, match=message):
+        Schedule(*settings).check_overlap(overlap)
