@@ -20,6 +20,7 @@ __all__ = [
     "came_in",
     "feed",
     "gradients",
+    "halve_gradient",
     "loss",
     "make_model",
     "parameters",
@@ -73,6 +74,11 @@ def feed(model: dict[str, torch.nn.Parameter], grads: dict[str, np.ndarray], ski
             loss = loss + (parameter * grad).sum().float()
     if loss.requires_grad:
         loss.backward()
+
+
+def halve_gradient(parameter) -> None:
+    """A hook of a script's own, which is called when the gradient has been accumulated."""
+    parameter.grad.mul_(0.5)
 
 
 def assert_groups_go(trained) -> None:

@@ -275,6 +275,8 @@ def test_ranks_of_an_elastic_run_have_their_parameters_when_they_come_together(w
     assert equal(model, began)
     assert hvd.rank() == 1 or not torch.equal(own["third"], common["third"])
     momenta = momenta_of(optimizer, model)
+    rank_0s = hvd.broadcast_object(momenta, root_rank=0)
+    assert who != "newcomer" or hvd.rank() != 1 or equal(momenta, rank_0s)
     learn(optimizer, model, [6], bad=[6])
     if hvd.rank() % 2:
         assert equal(model, began)

@@ -497,9 +497,10 @@ def test_synchronize_parameters_ends_a_round_where_a_script_evaluates(compressio
     """The first synchronisation under inference mode makes tensors that later ones write to."""
     model = begin()
     optimizer, compressor = make(model, compression, **MORE[more])
-    for steps, done in ((range(2), 1), (range(2, 9), 4)):  # also after steps 4 and 8, as usual
+    # Also after steps 4 and 8, as usual. Some averages of step 8 travel then.
+    for steps, done in ((range(2), 1), (range(2, 8), 3), (range(8, 11), 4)):
         run(optimizer, model, steps)
-        assert not same_on_all_ranks(model.values())
+        assert not same_on_all_ranks(model.values()) or steps.stop == 8
         with torch.inference_mode():
             compressor.state_dict()
             for _ in range(2):  # the second has nothing to do
