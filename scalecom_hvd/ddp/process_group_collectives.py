@@ -256,7 +256,7 @@ class ProcessGroupCollectives:
         tells.daemon = True
         tells.start()
         try:
-            group = dist.ProcessGroupGloo(store, self.position, self.size, self._timeout)
+            group: Any = dist.ProcessGroupGloo(store, self.position, self.size, self._timeout)
         except RuntimeError as error:
             if "open files" not in str(error):
                 raise
@@ -272,7 +272,7 @@ class ProcessGroupCollectives:
             tells.join()  # a DataLoader may fork next
         # This rank may drop the group at once, while others still connect: they would fail. So it
         # is held until all have.
-        _hold(group.allreduce([torch.zeros(1)]), group)
+        _hold(group.allreduce([torch.zeros(1, device="cpu")]), group)
         return group
 
     @property

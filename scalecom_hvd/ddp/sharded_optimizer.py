@@ -7,7 +7,8 @@ FSDP2 that shards inside nodes and replicates between them. FSDPModule.set_all_r
 this: FSDP2 uses the buffer as soon as the hook returns, but averages exist only when all buckets
 are known to be sound.
 
-Imports exchange, methods, gradients and faces of exchange/.
+Imports divide_factor, and exchange, methods, gradients, faces, optimizer_gradients and
+unused_averages of exchange/.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from scalecom_hvd.ddp.divide_factor import DivideFactors
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.face import Options
@@ -88,6 +90,7 @@ class ShardedGradients:
             for p in parameters.values()
             if hasattr(p, "device_mesh")
         )
+        self._factors = DivideFactors(parameters.values())
         method.mix_momentum(parameters, peers)
         itself = weakref.ref(self)
         for parameter in parameters.values() if peers.size > 1 else ():
@@ -168,7 +171,10 @@ class ShardedGradients:
             self._give_back()
             for parameter, name in self._names.items():
                 if name in averages:
-                    _put(parameter, averages[name].view(local_part(parameter).shape))
+                    average = averages[name].view(local_part(parameter).shape)
+                    if self._factors.is_given(parameter):
+                        average.mul_(self._exchange.collectives.size)
+                    _put(parameter, average)
                 if parameter.grad is not None:
                     self._left[parameter] = weakref.ref(parameter.grad)
         finally:  # after an error the exchange has given the step up

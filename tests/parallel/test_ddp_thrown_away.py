@@ -173,6 +173,7 @@ def test_each_players_step_uses_its_own_averages(caplog):
         assert_nothing_is_lost(dict(player.named_parameters()), compressed_ones, expected, caplog)
 
 
+@pytest.mark.on_cpus  # where made-up gradients are
 @pytest.mark.parametrize("throws_away", [True, False])
 def test_sharded_parameters(throws_away, caplog):
     """Two nodes of one rank: FSDP2 adds to p.grad by itself."""
