@@ -89,6 +89,8 @@ class Residues:
         buckets: the names in each bucket, once ranks have agreed on them.
         ranks, rank: how many ranks there are, and which one this is, once this is known.
         rates: {name: rate} of all parameters, once they are known.
+        given_back: names of those that became what they were before the step before, because its
+            averages were thrown away, when the last step began.
     """
 
     def __init__(self, config: ScaleComConfig) -> None:
@@ -100,6 +102,7 @@ class Residues:
         self.ranks: int | None = None
         self.rank: int | None = None
         self.rates: dict[str, float] = {}
+        self.given_back: set[str] = set()
         self.health = Health()
         # How many synchronisations there are in a number of steps: fewer with local steps.
         self.synchronisations_in: Callable[[int], int] = every_step

@@ -50,7 +50,7 @@ class ResidueCopies:
         """A step begins. sends: whether its values leave residues."""
         self._sent, self._sends = self._sends, sends
         self._left -= sends
-        self._is_counted = False
+        self._is_counted, self._method.residues.given_back = False, set()
         if not (self._is_needed or self._left >= 0):
             self.forget()
 
@@ -71,6 +71,7 @@ class ResidueCopies:
                 tensors[name].residue.copy_(self._copies[name])
                 new = {what: value for what, value in states[name].items() if what in equal}
                 states[name] = {**self._states[name], **new}
+                self._method.residues.given_back.add(name)
         for name in names if self._sends and (self._is_needed or self._left >= 0) else ():
             if name not in self._copies:
                 self._copies[name] = torch.empty_like(tensors[name].residue)

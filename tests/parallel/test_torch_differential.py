@@ -213,10 +213,13 @@ class Trained:
     def steps(self):
         return None if self.sent is None else self.compressor.residues.step
 
-    def gave_back(self):
-        """Whether residues became what they were, because the last averages were thrown away."""
+    def begun_with(self, residues):
+        """The residues that an exchange began with, if some averages were thrown away before."""
         before, self.thrown = self.thrown, self.times_thrown_away()
-        return self.thrown > before
+        names = self.compressor.residues.given_back if self.thrown > before else ()
+        back = [name.partition(".")[0] for name in names]
+        zeros = {name: torch.zeros(SHAPES[name]) for name in back}  # at the start
+        return residues | {name: self.earlier.get(name, zeros[name]) for name in back}
 
     def times_thrown_away(self):
         return self.compressor.stats()["averages_thrown_away"] if self.own else 0
@@ -232,8 +235,7 @@ class Trained:
 
     def check(self, grads, residues, steps, new, void=False):
         """Check what is true after synchronize(). void: whether the step was skipped."""
-        if self.gave_back():
-            residues = self.earlier
+        residues = self.begun_with(residues)
         if self.steps() != steps:
             self.earlier = residues
         now = {name: dense(parameter.grad) for name, parameter in self.parameters.items()}
@@ -391,8 +393,7 @@ class Trained:
         # Horovod's own optimizer tells a compressor nothing. So the compressor takes the step back
         # only when it is asked for the next one.
         self.new = None if self.library is stock else False
-        if self.gave_back():
-            self.kept = self.earlier
+        self.kept = self.begun_with(self.kept)
         for name, residue in self.residues().items() if self.own else ():
             before = self.kept.get(name, torch.zeros_like(residue))
             near = 1e-4 * (1 + before.abs().max())
