@@ -42,12 +42,11 @@ class Now(NamedTuple):
         size, position: how many ranks there are, and which of them this one is.
         scale: 1 / loss scale, or None for 1.
         whole: whether it is sent whole; plain False if that is known when the graph is made.
-        zero: a 0 that is computed from the step's number, so that TensorFlow cannot know it.
-            Everything that is sent must depend on it, for two reasons. Horovod's operations are not
-            marked as having effects, so TensorFlow runs those of constants, such as zeros for a
-            gradient that this rank lacks, once, when it optimizes the graph, and never again, while
-            other ranks wait. And if one function takes several steps, the next step must not use
-            these names before this one is done.
+        zero: a 0 that is computed from the step's number, so that TensorFlow cannot know it. All
+            that is sent must depend on it, for two reasons. TensorFlow does not know that Horovod's
+            operations have effects. So it runs those of constants, such as zeros for a gradient
+            that this rank lacks, only once, when it optimizes the graph. And if one function takes
+            several steps, the next must not use these names before this one is done.
     """
 
     step: tf.Tensor
@@ -59,18 +58,12 @@ class Now(NamedTuple):
 
 
 class BucketResult(NamedTuple):
-    """What a bucket's part of a step gives.
+    """What a bucket's part of a step gives."""
 
-    Attributes:
-        averages: of the bucket's gradients.
-        sound: whether the averages count.
-        updated: what the residues become if the step counts.
-        chosen: what look-ahead's offsets, and the scales of integers, become if the step counts.
-    """
-
-    averages: list[tf.Tensor]
-    sound: tf.Tensor
-    updated: Sequence[tf.Tensor]
+    averages: list[tf.Tensor]  # of the bucket's gradients
+    sound: tf.Tensor  # whether the averages count
+    # What residues, and look-ahead's offsets and scales, become if the step counts.
+    updated: list[tf.Tensor]
     chosen: list[tf.Tensor]
 
 
@@ -129,11 +122,7 @@ class Bucket:
         return elements * self._dense_dtype.size + (4 if self._levels else self.wire_dtype.size)
 
     def values_bytes(self, size: int) -> int:
-        """The bytes that are sent in a step for the values of compressed tensors.
-
-        Args:
-            size: how many ranks there are.
-        """
+        """The bytes that `size` ranks send in a step for the values of compressed tensors."""
         if self._levels:
             return 4 * words_of(self.layout.n_values, self._levels, size)
         return self.layout.n_values * self.wire_dtype.size
@@ -176,7 +165,7 @@ class Bucket:
         own = [grads[tensor.name] for tensor in self.compressed]
         units = self._units(now)
         chosen: list[tf.Tensor] = []
-        updated: Sequence[tf.Tensor] = []
+        updated: list[tf.Tensor] = []
         parts: list[tf.Tensor] = []
         bad = tf.constant(0, tf.int64)
         if self.compressed:
@@ -187,9 +176,8 @@ class Bucket:
             else:
                 offered = self._kernel.choose(own, residues, units, self._chooses(now, 0))
                 choice = self._from_leader(offered)
-            updated, values, offered, bad = self._kernel.take_and_accumulate(
-                own, residues, units, chooses, choice
-            )
+            after = self._kernel.take_and_accumulate(own, residues, units, chooses, choice)
+            updated, values, offered, bad = list(after[0]), *after[1:]
             if self._config.lookahead:
                 chosen = self._split_choice(self._from_leader(offered))
             parts.append(tf.ensure_shape(values, [self.layout.n_values]))
@@ -206,9 +194,6 @@ class Bucket:
             averaged = self._transport.average(tf.concat(parts, 0), f"values.{self.number}")
             sizes = [self.layout.n_values, *(self._elements[name] for name in self.dense), 1]
             values, *dense, count = tf.split(averaged, sizes)
-        none_is_bad = tf.equal(count[0], 0)
-        finite = all_finite([values, *dense])
-        sound = finite & none_is_bad & self._fits(values, dense, grads, units)
         averages = {
             name: tf.cast(average, grads[name].dtype)
             for name, average in zip(self.dense, dense, strict=True)
@@ -217,7 +202,10 @@ class Bucket:
             scattered = self._kernel.scatter(own, units, choice, values)
             names = [tensor.name for tensor in self.compressed]
             averages |= dict(zip(names, scattered, strict=True))
-        return BucketResult([averages[name] for name in self.names], sound, list(updated), chosen)
+        # The range of float16 is narrower than that of the dtype that was averaged.
+        halves = [average for average in averages.values() if average.dtype == tf.float16]
+        sound = all_finite([values, *dense, *halves]) & tf.equal(count[0], 0)
+        return BucketResult([averages[name] for name in self.names], sound, updated, chosen)
 
     def _average_integers(
         self, integers: tf.Tensor, is_bad: tf.Tensor, choice: tf.Tensor, now: Now
@@ -235,29 +223,6 @@ class Bucket:
         ]
         return self._transport.share_of(tf.concat(scaled, 0), now.size), summed[-1:]
 
-    def _fits(
-        self,
-        values: tf.Tensor,
-        dense: Sequence[tf.Tensor],
-        grads: Mapping[str, tf.Tensor],
-        units: Units,
-    ) -> tf.Tensor:
-        """Whether the averages are finite in the gradients' dtype too.
-
-        The range of float16 is narrower than that of the dtype that was averaged.
-        """
-        half = [
-            average
-            for name, average in zip(self.dense, dense, strict=True)
-            if grads[name].dtype == tf.float16
-        ]
-        if any(grads[tensor.name].dtype == tf.float16 for tensor in self.compressed):
-            values = tf.cast(values, tf.float32)
-            half.append(
-                values if units.scale is None else values / tf.cast(units.scale, tf.float32)
-            )
-        return all_finite([tf.cast(part, tf.float16) for part in half])
-
     def _units(self, now: Now) -> Units:
         return Units(self._config.beta, now.scale, self._config.extra)
 
@@ -274,13 +239,10 @@ class Bucket:
 
     def _held_choice(self) -> tf.Tensor:
         """The choice that came during the last step, in the layout's order."""
-        held = self._progress
-        scales = (
-            [held.scales[own.name].read_value() for own in self.compressed] if self._levels else []
-        )
-        in_layout = sorted(self.layout.offsets, key=lambda name: self.layout.offsets[name].start)
-        offsets = [held.offsets[name].read_value() for name in in_layout]
-        return tf.concat([*map(as_bytes, scales), *offsets], 0)
+        offsets, scales, at = self._progress.offsets, self._progress.scales, self.layout.offsets
+        parts = [as_bytes(scales[own.name].read_value()) for own in self.compressed if self._levels]
+        in_layout = sorted(at, key=lambda name: at[name].start)
+        return tf.concat([*parts, *(offsets[name].read_value() for name in in_layout)], 0)
 
     def _split_choice(self, choice: tf.Tensor) -> list[tf.Tensor]:
         """Each compressed tensor's offsets, in bytes, and then each one's scales."""

@@ -24,10 +24,11 @@ import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
 from scalecom_hvd.agreement import is_elastic
+from scalecom_hvd.bucket_layout import step_stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.saved_state import STATE_VERSION, check_finite, check_residues, check_state
 from scalecom_hvd.tensorflow.elastic_agreement import have_met, meet, take_agreement
-from scalecom_hvd.tensorflow.exchange import Arguments, Exchange
+from scalecom_hvd.tensorflow.exchange import Exchange
 from scalecom_hvd.tensorflow.loss_scale import LossScale, scale_reader
 from scalecom_hvd.tensorflow.residues import (
     CompressedTensor,
@@ -36,7 +37,7 @@ from scalecom_hvd.tensorflow.residues import (
     set_value,
     value_of,
 )
-from scalecom_hvd.tensorflow.transport import refuse_graphs_of_tensorflow_1
+from scalecom_hvd.tensorflow.transport import Arguments, refuse_graphs_of_tensorflow_1
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -63,16 +64,12 @@ SETTINGS = {"method": "ScaleCom"}
 # For several exchanges, stats() gives the largest of these numbers, and the sum of all others.
 _LARGEST_COUNTS = ("step", "rate", "leader", "residue_ratio")
 # The numbers of a single process, and of every process before its first step.
-_NOTHING_SENT: dict[str, int | float | None] = {
-    **dict.fromkeys(("step", "skipped_steps", "leader"), 0),
-    **dict.fromkeys(("bytes_offsets", "bytes_values", "bytes_dense", "bytes_traffic"), 0),
-    "rate": 1.0,
-    "collectives": 0,
-    "residue_ratio": None,
-}
+_NOTHING_SENT: dict[str, int | float | None] = step_stats(
+    1, 0, {}, {}, 0, offsets=0, values=0, dense=0
+) | {"step": 0, "skipped_steps": 0, "rate": 1.0, "residue_ratio": None}
 
-_order = itertools.count()
-_objects: weakref.WeakSet[ScaleCom] = weakref.WeakSet()
+# All ScaleComs of this process, in the order in which they were made.
+_objects: list[weakref.ref[ScaleCom]] = []
 
 
 class _Stream(Tracked):
@@ -80,16 +77,12 @@ class _Stream(Tracked):
 
     There is one stream, unless a persistent tape is asked for gradients of the same variables
     several times in a step. Those are separate series, and each has residues of its own.
-
-    Attributes:
-        residues: {name: variable}.
-        progress: {label: Progress} of its exchanges.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.residues: dict[str, tf.Variable] = {}
-        self.progress: dict[str, Progress] = {}
+        self.residues: dict[str, tf.Variable] = {}  # by name
+        self.progress: dict[str, Progress] = {}  # of its exchanges, by label
 
 
 class _Settings(tf.train.experimental.PythonState):
@@ -109,22 +102,14 @@ class _Settings(tf.train.experimental.PythonState):
         self.place: Mapping[str, int] = {}
 
     def settle(self, mixes_momentum: bool) -> None:
-        """Settle what the settings leave open. What was settled first stays.
-
-        Args:
-            mixes_momentum: whether the optimizer's momentum can be made quasi-hyperbolic.
-        """
+        """Settle what the settings leave open, as config.resolved. What was settled first stays."""
         self.config, self._is_settled = self._settled(mixes_momentum), True
 
     def _settled(self, mixes_momentum: bool) -> ScaleComConfig:
         return self.config if self._is_settled else self._given.resolved(mixes_momentum)
 
     def check(self, state: Mapping[str, Any], has_residues: bool) -> None:
-        """Check a saved state. If it has residues, it settles what is still open.
-
-        Raises:
-            ValueError: it has another version, or other settings.
-        """
+        """Check a saved state. If it has residues, it settles what is still open."""
         saved = state.get("config", {})
         if not has_residues:  # perhaps saved when nothing said yet what beta is
             state = {**state, "config": {**saved, "beta": self.config.beta}}
@@ -149,25 +134,17 @@ class _Settings(tf.train.experimental.PythonState):
 
 
 class _Bound:
-    """What a ScaleCom knows about variables and a checkpoint must not contain.
-
-    Attributes:
-        names: {variable.ref(): name}.
-        shapes, rates: of all variables seen so far, by name.
-        tensors: {name: CompressedTensor} of each stream.
-        exchanges: {(stream, names): Exchange}.
-        last: {variable.ref(): the exchange that last averaged its gradients}.
-        loaded: a loaded state that some variables have not taken up yet.
-    """
+    """What a ScaleCom knows about variables and a checkpoint must not contain."""
 
     def __init__(self) -> None:
-        self.names: dict[Any, str] = {}
+        self.names: dict[Any, str] = {}  # by variable.ref()
+        # Of all variables seen so far, by name.
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.rates: dict[str, float] = {}
-        self.tensors: list[dict[str, CompressedTensor]] = []
-        self.exchanges: dict[tuple[int, tuple[str, ...]], Exchange] = {}
-        self.last: dict[Any, Exchange] = {}
-        self.loaded: dict[str, Any] | None = None
+        self.tensors: list[dict[str, CompressedTensor]] = []  # of each stream, by name
+        self.exchanges: dict[tuple[int, tuple[str, ...]], Exchange] = {}  # by stream and names
+        self.last: dict[Any, Exchange] = {}  # what last averaged a variable, by variable.ref()
+        self.loaded: dict[str, Any] | None = None  # not taken up by all variables yet
 
 
 class ScaleCom(Tracked, Compressor):
@@ -219,12 +196,11 @@ class ScaleCom(Tracked, Compressor):
                 "in TensorFlow a warm-up is sent whole. Leave out "
                 f"warmup_rate={self.config.warmup_rate:g}, or give warmup_steps=0"
             )
-        self.number = next(_order)
         self.knows_loss_scale = loss_scale is not None
         self.current_loss_scale = scale_reader(loss_scale)
         self._bound = _Bound()
         self._make_stream()
-        _objects.add(self)
+        _objects.append(weakref.ref(self, _objects.remove))
 
     @classmethod
     def as_published(cls, rate: float = 100, beta: float = 0.1, **settings: Any) -> ScaleCom:
@@ -249,22 +225,14 @@ class ScaleCom(Tracked, Compressor):
         self._settings.settle(mixes_momentum=True)
 
     def serve_tape(self) -> None:
-        """Serve a tape, which makes no momentum quasi-hyperbolic.
-
-        Raises:
-            ValueError: nu is not 1.
-        """
+        """Serve a tape, which makes no momentum quasi-hyperbolic: nu must be 1."""
         self._settings.settle(mixes_momentum=False)
         if self.config.nu != 1:
             raise ValueError(_NEEDS_KERAS_OPTIMIZER)
 
     @staticmethod
     def compress(tensor: Any) -> Any:
-        """Called by horovod.tensorflow itself, which does not say for which variable.
-
-        Raises:
-            TypeError: always.
-        """
+        """Raise TypeError: horovod.tensorflow itself does not say for which variable it calls."""
         raise TypeError(_NEEDS_DROP_IN)
 
     @staticmethod
@@ -290,10 +258,6 @@ class ScaleCom(Tracked, Compressor):
             present: the variables among them that have a gradient on this rank.
             sparse: other variables, whose gradients are sparse.
             arguments: the arguments of the optimizer or tape.
-
-        Raises:
-            RuntimeError: the ranks differ.
-            TypeError: a variable cannot be averaged over ranks.
         """
         known = self._bound.exchanges
         names = [self._name_of(variable) for variable in variables]
@@ -301,12 +265,9 @@ class ScaleCom(Tracked, Compressor):
         sparse_names = sorted(v.name for v in sparse if isinstance(v, tf.Variable))
         key = (stream, tuple(names))
         exchange = known.get(key)
-
-        def make() -> Exchange:
-            while len(self._streams) <= stream:
-                self._make_stream()
-            return self._make_exchange(stream, dict(zip(names, variables, strict=True)), arguments)
-
+        make = functools.partial(
+            self._make_exchange, stream, dict(zip(names, variables, strict=True)), arguments
+        )
         if exchange is None:
             if is_elastic() and not have_met():
                 meet(all_exchanges())
@@ -341,10 +302,9 @@ class ScaleCom(Tracked, Compressor):
                     "ranks. Train it as two real variables, or leave it out of this optimizer"
                 )
             if not variable.shape.is_fully_defined():
-                raise TypeError(
-                    f"{name} has the shape {variable.shape}, but ScaleCom needs variables of known "
-                    "shape"
-                )
+                raise TypeError(f"{name} has the shape {variable.shape}, which must be known")
+        while len(self._streams) <= stream:
+            self._make_stream()
         rates = self._rates_of(variables)
         kept, tensors = self._streams[stream], self._bound.tensors[stream]
         mine = {
@@ -355,9 +315,7 @@ class ScaleCom(Tracked, Compressor):
         new = {name: tensor for name, tensor in mine.items() if name not in tensors}
         self._take_up_residues(stream, new)
         tensors.update(mine)
-        for name, tensor in mine.items():
-            if name not in kept.residues:
-                kept.residues[name] = tensor.residue
+        kept.residues.update({name: tensor.residue for name, tensor in new.items()})
         label = _label(stream, list(variables))
         if label not in kept.progress:
             kept.progress[label] = self._make_progress(stream, label, variables, mine)
@@ -410,10 +368,8 @@ class ScaleCom(Tracked, Compressor):
         names = self._bound.names
         if variable.ref() not in names:
             stem = variable.name.partition(":")[0]
-            same = sum(1 for ref in names if ref.deref().name.partition(":")[0] == stem)
-            # A script may have called another variable "w.1".
-            numbered = (f"{stem}.{n}" if n else stem for n in itertools.count(same))
             taken = set(names.values())
+            numbered = (f"{stem}.{n}" if n else stem for n in itertools.count())
             names[variable.ref()] = next(name for name in numbered if name not in taken)
         return names[variable.ref()]
 
@@ -467,9 +423,8 @@ class ScaleCom(Tracked, Compressor):
         # A loaded state that no variable has taken up yet must be saved, too.
         loaded = self._bound.loaded or {"step": 0, "residues": {}}
         residues = {
-            _in_stream(stream, name): value_of(tensor.residue).reshape(tensor.shape)
-            for stream, tensors in enumerate(self._bound.tensors)
-            for name, tensor in tensors.items()
+            name: value_of(tensor.residue).reshape(tensor.shape)
+            for name, tensor in self._tensors().items()
         }
         exchanges = loaded.get("exchanges", {}) | {
             label: progress.as_dict()
@@ -499,13 +454,8 @@ class ScaleCom(Tracked, Compressor):
         self._settings.check(state, bool(state.get("residues", True)))
         saved = dict(state["residues"])
         check_finite({name: bool(np.isfinite(residue).all()) for name, residue in saved.items()})
-        known = {
-            _in_stream(stream, name): tensor.shape
-            for stream, tensors in enumerate(self._bound.tensors)
-            for name, tensor in tensors.items()
-        }
-        # A state without residues was saved before the first step, when all of them were zero.
-        if saved and known:
+        known = {name: tensor.shape for name, tensor in self._tensors().items()}
+        if saved and known:  # without residues, it was saved before the first step
             check_residues({name: np.shape(residue) for name, residue in saved.items()}, known)
         held = [progress for kept in self._streams for progress in kept.progress.values()]
         for progress in held:
@@ -518,6 +468,13 @@ class ScaleCom(Tracked, Compressor):
             self._take_up_progress(progress)
         if known:
             self._bound.loaded = None
+
+    def _tensors(self) -> dict[str, CompressedTensor]:
+        return {
+            _in_stream(stream, name): tensor
+            for stream, tensors in enumerate(self._bound.tensors)
+            for name, tensor in tensors.items()
+        }
 
     def _take_up_residues(self, stream: int, tensors: Mapping[str, CompressedTensor]) -> None:
         """Give tensors the residues that were loaded for them."""
@@ -544,7 +501,7 @@ class ScaleCom(Tracked, Compressor):
 
 def objects() -> list[ScaleCom]:
     """All ScaleComs of this process, in the order in which they were made."""
-    return sorted(_objects, key=lambda compressor: compressor.number)
+    return [compressor for ref in _objects if (compressor := ref()) is not None]
 
 
 def all_exchanges() -> list[Exchange]:
@@ -554,10 +511,7 @@ def all_exchanges() -> list[Exchange]:
 
 @functools.cache
 def shared() -> ScaleCom:
-    """The object of all tapes of the process that are given the class itself.
-
-    Its settings are the defaults and the environment's.
-    """
+    """The object of all tapes of the process that are given the class itself."""
     with tf.init_scope():
         return ScaleCom()
 

@@ -83,8 +83,7 @@ class KeepsResidues(_State):
 def _as_lost_worker() -> Iterator[None]:
     """Turn errors of Horovod's operations into the error that hvd.elastic.run expects.
 
-    hvd.elastic.run looks for other errors in the training function only. Without this, it would not
-    survive the loss of a worker while ranks meet.
+    Without this, it would not survive the loss of a worker while ranks meet.
     """
     try:
         yield

@@ -3,10 +3,9 @@
 New ranks must learn how far the others' exchanges have come. They cannot ask in a training step: a
 function that was traced before they came is not traced again, so no rank would answer. Therefore
 all ranks meet once, before any step. A new rank keeps here what the others told it until it makes
-the exchange. That is this module's only state.
+the exchange.
 
-Called by elastic.py, whose states bring ranks together, and by compressor.py, which makes
-exchanges. Imports exchange, transport and agreement.
+Called by elastic.py and compressor.py. Imports exchange, transport and agreement.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import horovod.tensorflow as horovod
-
 from scalecom_hvd.agreement import Names
 from scalecom_hvd.tensorflow.exchange import Exchange
-from scalecom_hvd.tensorflow.transport import Transport
+from scalecom_hvd.tensorflow.transport import Arguments, Transport
 
 # {label: what other ranks agreed on}, for exchanges that this process has not made yet. None until
 # the ranks have met.
@@ -33,11 +30,7 @@ def have_met() -> bool:
 def meet(exchanges: Iterable[Exchange]) -> None:
     """Meet all ranks, and go on at the agreed step. Blocks until all ranks have called it.
 
-    Args:
-        exchanges: all exchanges that this process takes part in.
-
-    Raises:
-        UnknownError: a rank is lost.
+    Raises UnknownError if a rank is lost. exchanges: all that this process takes part in.
     """
     global _kept
     _kept = None
@@ -46,7 +39,7 @@ def meet(exchanges: Iterable[Exchange]) -> None:
         label = exchange.progress.label
         same = sum(1 for other in mine if other.partition(".")[0] == label)
         mine[f"{label}.{same}" if same else label] = exchange
-    transport = Transport(horovod.global_process_set, horovod.Average, 1.0, "", Names())
+    transport = Transport(Arguments(), Names())
     agreements = {label: exchange.agreement() for label, exchange in mine.items()}
     everyone = transport.gather_objects(agreements, "agreements")
     agreed: dict[str, dict[str, Any]] = {}
@@ -60,9 +53,6 @@ def meet(exchanges: Iterable[Exchange]) -> None:
 
 
 def take_agreement(label: str) -> dict[str, Any] | None:
-    """What others agreed on about an exchange that this process is about to make.
-
-    Each agreement is returned once. None if the exchange is new to the others, too.
-    """
+    """What others agreed on about an exchange that is about to be made; None: it is new to all."""
     found = next((known for known in _kept or {} if known.partition(".")[0] == label), None)
     return None if found is None else _kept.pop(found)

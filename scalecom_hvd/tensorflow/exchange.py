@@ -24,16 +24,13 @@ import logging
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import horovod.tensorflow as horovod
 import tensorflow as tf
 
 from scalecom_hvd.agreement import (
     Names,
     agree,
-    check_operation,
     check_residues_of,
     compare_ranks,
     describe,
@@ -44,7 +41,7 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.schedule import leader
 from scalecom_hvd.tensorflow.bucket import Bucket, Now
 from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, set_value, value_of
-from scalecom_hvd.tensorflow.transport import Transport
+from scalecom_hvd.tensorflow.transport import Arguments, Transport
 from scalecom_hvd.training_warnings import (
     GROWTH_WARNING,
     LOOK_EVERY,
@@ -55,45 +52,6 @@ from scalecom_hvd.training_warnings import (
 )
 
 log = logging.getLogger("scalecom_hvd")
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of Horovod's optimizers and tapes that concern the reduction.
-
-    Names, meanings and defaults are Horovod's.
-    """
-
-    op: int = horovod.Average
-    gradient_predivide_factor: float = 1.0
-    groups: int | list[list[tf.Variable]] | None = None
-    sparse_as_dense: bool = False
-    process_set: horovod.ProcessSet = horovod.global_process_set
-    device_dense: str = ""
-    device_sparse: str = ""
-
-    def check(self) -> None:
-        """Raise ValueError for arguments that ScaleCom does not support."""
-        check_operation(self.op, self.gradient_predivide_factor, horovod)
-        if self.groups is not None and not (isinstance(self.groups, list) or self.groups > 0):
-            raise ValueError(
-                "groups should be a non-negative integer or a list of list of tf.Variable."
-            )
-
-    def comparable(self) -> tuple:
-        """Equal for arguments that mean the same."""
-        groups: object = self.groups
-        if isinstance(self.groups, list):
-            groups = tuple(tuple(variable.ref() for variable in group) for group in self.groups)
-        return (
-            self.op,
-            self.gradient_predivide_factor,
-            groups,
-            self.sparse_as_dense,
-            self.process_set.process_set_id,
-            self.device_dense,
-            self.device_sparse,
-        )
 
 
 class Exchange:
@@ -129,31 +87,22 @@ class Exchange:
         self.function = tf.function(self.average, autograph=False)
         self.rates = rates
         self._names = Names()
-        self._transport = Transport(
-            arguments.process_set,
-            arguments.op,
-            arguments.gradient_predivide_factor,
-            arguments.device_dense,
-            self._names,
-        )
+        self._transport = Transport(arguments, self._names)
         # Make a function, because operations that run one by one have no names.
         self._count_ranks = tf.function(
             lambda fact: self._transport.sum(fact, "more"), autograph=False
         )
 
-    # Ranks agree once. Agreeing blocks, so they do it at a point that every rank surely reaches:
-    # the first call for these variables.
-
     def agree(self, present: Iterable[str], sparse: Sequence[str], residues_of: int | None) -> None:
         """Compare settings and tensors of all ranks; agree on members, names and the step.
+
+        This blocks, so ranks do it once, where every rank surely comes: at the first call for these
+        variables. If ranks differ, or two have the residues of one, all raise RuntimeError.
 
         Args:
             present: names of variables that have a gradient on this rank.
             sparse: names of variables whose gradients are sparse.
             residues_of: the rank whose residues this one has loaded; None if that is unknown.
-
-        Raises:
-            RuntimeError: ranks differ, or two ranks have the residues of one. All ranks raise it.
         """
         mine = self._describe(sparse) | {
             "present": list(present),
@@ -202,40 +151,29 @@ class Exchange:
         In eager steps this may be true on one rank only, so ranks ask each other in every step. In
         a traced function no rank asks, because ranks may trace it at different times (for a smaller
         batch). There each rank decides for itself, and all must come to the same result.
-
-        Args:
-            given: names of variables that have a gradient on this rank.
         """
-        more = not given <= self.members
-        return (
-            int(self._count_ranks(tf.constant(int(more)))) > 0 if tf.executing_eagerly() else more
-        )
+        more = int(not given <= self.members)
+        return bool(self._count_ranks(tf.constant(more)) if tf.executing_eagerly() else more)
 
     # In elastic runs, new ranks join later; see elastic_agreement.py.
 
     def agreement(self) -> dict[str, Any]:
         """What ranks that join later must know. "ahead" is a digest of look-ahead's choice."""
         progress = self.progress.as_dict()
+        ahead = {
+            f"{what} {name}": own
+            for what in ("offsets", "scales")
+            for name, own in progress[what].items()
+        }
         return self._description | {
             "members": sorted(self.members),
             "name": self._names.number,
             "step": progress["step"],
-            "ahead": digest_of(
-                {
-                    f"{what} {name}": own
-                    for what in ("offsets", "scales")
-                    for name, own in progress[what].items()
-                }
-            ),
+            "ahead": digest_of(ahead),
         }
 
     def join(self, agreed: Mapping[str, Any], sparse: Sequence[str], given: set[str]) -> None:
-        """Take part in an exchange that other ranks agreed on.
-
-        Args:
-            agreed: their `agreement`.
-            sparse: names of variables whose gradients are sparse.
-            given: names of variables that have a gradient on this rank.
+        """Take part in an exchange that other ranks agreed on (`agreement`).
 
         Raises:
             RuntimeError: this rank's settings or tensors differ from theirs. Or this rank has, in a
@@ -256,7 +194,7 @@ class Exchange:
         self.go_on(agreed["step"], False)
 
     def go_on(self, step: int, ahead: bool) -> None:
-        """Go on at the step at which all ranks go on.
+        """Go on at this step, as all ranks do.
 
         Args:
             step: the step's number.
@@ -281,22 +219,19 @@ class Exchange:
         if groups is None:
             # Backward gives the last layers' gradients first.
             groups, limit = [list(reversed(self.variables))], self.config.bucket_bytes
-        plan = [
-            names
-            for group in groups
-            for names in split(
-                (name for name in group if name in members), self._kind_of, self._bytes_of, limit
-            )
-        ]
         rest = self.variables, self.tensors, self.progress, self._transport, self.config
-        self.buckets = [Bucket(number, names, *rest) for number, names in enumerate(plan)]
+        self.buckets = []
+        for group in groups:
+            own = [name for name in group if name in members]
+            for names in split(own, self._kind_of, self._bytes_of, limit):
+                self.buckets.append(Bucket(len(self.buckets), names, *rest))
 
     @property
     def _groups(self) -> list[list[str]] | None:
         """Horovod's `groups` as lists of names."""
         groups = self.arguments.groups
         if isinstance(groups, list):
-            groups = [[id(variable) for variable in group] for group in groups]
+            groups = [list(map(id, group)) for group in groups]
         return group_names(groups, {id(v): name for name, v in self.variables.items()})
 
     def _kind_of(self, name: str) -> tuple[str, tf.DType, tf.DType]:
@@ -326,16 +261,13 @@ class Exchange:
     def average(
         self, grads: Mapping[str, tf.Tensor], scale: tf.Tensor | None, others_are_finite: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        """The averages of the gradients of all members, shaped like their variables.
+        """{name: average} of the gradients of all members; NaN in a step that does not count.
 
         Args:
             grads: the gradients of all members, from `complete`.
             scale: the loss scale, or None for 1.
             others_are_finite: whether sparse gradients, which do not pass through here, are finite
                 on all ranks.
-
-        Returns:
-            {name: average}; NaN in a step that does not count.
         """
         step = self.progress.step.read_value()
         flat = {
@@ -349,14 +281,13 @@ class Exchange:
         results = [bucket.average(flat, now) for bucket in self.buckets]
         sound = tf.reduce_all([others_are_finite, *(result.sound for result in results)])
 
-        names = [name for bucket in self.buckets for name in bucket.names]
-        flat_averages = (average for result in results for average in result.averages)
-        averages = [
-            tf.reshape(average, self.variables[name].shape)
-            for name, average in zip(names, flat_averages, strict=True)
-        ]
+        averages = {
+            name: tf.reshape(average, self.variables[name].shape)
+            for bucket, result in zip(self.buckets, results, strict=True)
+            for name, average in zip(bucket.names, result.averages, strict=True)
+        }
 
-        def commit() -> list[tf.Tensor]:
+        def commit() -> dict[str, tf.Tensor]:
             for bucket, result in zip(self.buckets, results, strict=True):
                 bucket.commit(result)
             self.progress.step.assign(step + 1)
@@ -368,15 +299,15 @@ class Exchange:
                 self._look(flat, updated, now)
             return averages
 
-        def skip() -> list[tf.Tensor]:
+        def skip() -> dict[str, tf.Tensor]:
             """For ScaleCom the step never happened; gradients are NaN, as loss scaling expects."""
             self.progress.skipped.assign_add(1)
-            return [
-                tf.fill(average.shape, tf.constant(float("nan"), average.dtype))
-                for average in averages
-            ]
+            return {
+                name: tf.fill(average.shape, tf.constant(float("nan"), average.dtype))
+                for name, average in averages.items()
+            }
 
-        return dict(zip(names, tf.cond(sound, commit, skip), strict=True))
+        return tf.cond(sound, commit, skip)
 
     def _look(
         self, grads: Mapping[str, tf.Tensor], residues: Sequence[tf.Tensor], now: Now
@@ -391,10 +322,8 @@ class Exchange:
 
         def look() -> tf.Operation:
             names = [tensor.name for bucket in self.buckets for tensor in bucket.compressed]
-            own = [
-                tf.cast(grad, tf.float64 if grad.dtype == tf.float64 else tf.float32)
-                for grad in (grads[name] for name in names)
-            ]
+            wide = [tf.float64 if grads[name].dtype == tf.float64 else tf.float32 for name in names]
+            own = [tf.cast(grads[name], dtype) for name, dtype in zip(names, wide, strict=True)]
             gradients = norm(own) * (1.0 if now.scale is None else now.scale)
             newest = tf.stack([[norm(residues) / self.config.beta], [gradients]])
             norms = tf.concat([self.progress.norms.read_value()[:, 1:], newest], 1)

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
 
 import tensorflow as tf
 
@@ -32,21 +31,18 @@ Tensors = Sequence[tf.Tensor]
 
 @dataclass(frozen=True)
 class Units:
-    """What a step's moves depend on besides the tensors.
+    """What a step's moves depend on besides the tensors."""
 
-    Attributes:
-        beta: of the low-pass filter.
-        scale: 1 / loss scale, a scalar; None for 1.
-        extra: this many times what waits is sent in addition, unless g has the opposite sign.
-    """
-
-    beta: float
-    scale: tf.Tensor | None = None
+    beta: float  # of the low-pass filter
+    scale: tf.Tensor | None = None  # 1 / loss scale, a scalar; None for 1
+    # This many times what waits is sent in addition, unless g has the opposite sign.
     extra: float = 0.0
 
 
-class Kernel(Protocol):
-    """The moves of one step on the compressed tensors of a bucket.
+class GraphKernel:
+    """The moves of one step on the compressed tensors of a bucket, in plain TensorFlow operations.
+
+    For any device and both kinds of selection.
 
     m: a residue.  g: a gradient times `scale`, with zero for bad elements.  I: the indices.
     An element of g is bad unless |g| <= config.largest_gradient. A value is bad unless it is
@@ -55,47 +51,11 @@ class Kernel(Protocol):
     Args and results that several moves share:
         grads, residues, updated: (N,) each, in the order of the geometries.
         chooses: whether this rank chooses; a bool scalar.
-        offsets, chosen: bytes, laid out by bucket_layout.Layout. They include the scales of
+        choice, chosen: bytes, laid out by bucket_layout.Layout. They include the scales of
             integers. Empty, (0,), if a rank does not choose.
         values: (k,), those of all tensors together, in the residues' dtype, or int8 for integers.
         bad: how many elements or values are bad; an int64 scalar.
     """
-
-    def __init__(self, geometries: Mapping[str, Lanes], levels: int = 0) -> None: ...
-
-    def choose(
-        self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor
-    ) -> tf.Tensor:
-        """The offsets of the winners of |m + g|, and the scales of what they would send."""
-
-    def take_and_accumulate(
-        self,
-        grads: Tensors,
-        residues: Tensors,
-        units: Units,
-        chooses: tf.Tensor,
-        offsets: tf.Tensor,
-    ) -> tuple[Tensors, tf.Tensor, tf.Tensor, tf.Tensor]:
-        """(1) v = m[I] + g[I], and m[I] - beta*v; then (2) m + beta*g.
-
-        If this rank chooses, it then does what `choose` does.
-
-        Returns:
-            updated, values, chosen, bad.
-
-        Raises:
-            InvalidArgumentError: when the graph runs, if the offsets are not those of exactly one
-                leader.
-        """
-
-    def scatter(
-        self, grads: Tensors, units: Units, offsets: tf.Tensor, values: tf.Tensor
-    ) -> Tensors:
-        """For every gradient (its memory may be used), values / scale at I and zero elsewhere."""
-
-
-class GraphKernel:
-    """Plain TensorFlow operations, for any device and both kinds of selection."""
 
     def __init__(self, geometries: Mapping[str, Lanes], levels: int = 0) -> None:
         self._geometries = list(geometries.values())
@@ -111,27 +71,34 @@ class GraphKernel:
     def choose(
         self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor
     ) -> tf.Tensor:
+        """The offsets of the winners of |m + g|, and the scales of what they would send."""
         usable = [_usable(g, m.dtype, units.scale) for g, m in zip(grads, residues, strict=True)]
         return self._chosen(chooses, residues, [g for g, _ in usable], units.extra)
 
     def take_and_accumulate(
-        self,
-        grads: Tensors,
-        residues: Tensors,
-        units: Units,
-        chooses: tf.Tensor,
-        offsets: tf.Tensor,
+        self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor, choice: tf.Tensor
     ) -> tuple[Tensors, tf.Tensor, tf.Tensor, tf.Tensor]:
+        """(1) v = m[I] + g[I], and m[I] - beta*v; then (2) m + beta*g.
+
+        If this rank chooses, it then does what `choose` does.
+
+        Returns:
+            updated, values, chosen, bad.
+
+        Raises:
+            InvalidArgumentError: when the graph runs, if the choice is not that of exactly one
+                leader.
+        """
         updated, values, gradients, bad = [], [], [], []
         for grad, m, index, at in zip(
-            grads, residues, self._indices(offsets), self._scales_at, strict=True
+            grads, residues, self._indices(choice), self._scales_at, strict=True
         ):
             g, n_bad = _usable(grad, m.dtype, units.scale)
             value = _sendable(tf.gather(m, index), tf.gather(g, index), units.extra)
             finite = tf.math.is_finite(value)
             value = sent = tf.where(finite, value, tf.zeros_like(value))
             if self._levels:
-                scales = scale_of_each(offsets[at], value, m.dtype)
+                scales = scale_of_each(choice[at], value, m.dtype)
                 value = _integers(value, scales, self._levels)
                 sent = times_scales(value, scales)
             beta = _as_number(units.beta, m.dtype)
@@ -144,12 +111,13 @@ class GraphKernel:
         return updated, tf.concat(values, 0), chosen, tf.add_n(bad)
 
     def scatter(
-        self, grads: Tensors, units: Units, offsets: tf.Tensor, values: tf.Tensor
+        self, grads: Tensors, units: Units, choice: tf.Tensor, values: tf.Tensor
     ) -> Tensors:
+        """For every gradient (its memory may be used), values / scale at I and zero elsewhere."""
         outputs = []
         parts = tf.split(values, self._sizes)
         for grad, geometry, index, value in zip(
-            grads, self._geometries, self._indices(offsets), parts, strict=True
+            grads, self._geometries, self._indices(choice), parts, strict=True
         ):
             kind = tf.float64 if grad.dtype == tf.float64 else tf.float32
             value = tf.cast(value, kind)
@@ -165,16 +133,11 @@ class GraphKernel:
         """The scales of integers, then the offsets of the winners of |m + g|; or nothing."""
 
         def choose() -> tf.Tensor:
-            winners = [
-                _winners(tf.abs(m + g), geometry)
-                for m, g, geometry in zip(residues, gradients, self._geometries, strict=True)
-            ]
-            scales = []
-            if self._levels:
-                for m, g, geometry, offsets in zip(
-                    residues, gradients, self._geometries, winners, strict=True
-                ):
-                    index = _indices(geometry, offsets)
+            winners, scales = [], []
+            for m, g, geometry in zip(residues, gradients, self._geometries, strict=True):
+                winners.append(_winners(tf.abs(m + g), geometry))
+                if self._levels:
+                    index = _indices(geometry, winners[-1])
                     sendable = _sendable(tf.gather(m, index), tf.gather(g, index), extra)
                     scales.append(as_bytes(_scales(sendable, geometry.k, self._levels)))
             return tf.concat([*scales, *(winners[i] for i in self._order)], 0)
@@ -192,7 +155,7 @@ class GraphKernel:
 
 
 class NativeKernel:
-    """The C kernel (native/tensorflow_ops.c), for lanes in the CPU's memory.
+    """The same moves by the C kernel (native/tensorflow_ops.c), for lanes in the CPU's memory.
 
     Every move is one operation. Raises TypeError for exact selection, which only GraphKernel has.
     """
@@ -227,27 +190,22 @@ class NativeKernel:
         )
 
     def take_and_accumulate(
-        self,
-        grads: Tensors,
-        residues: Tensors,
-        units: Units,
-        chooses: tf.Tensor,
-        offsets: tf.Tensor,
+        self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor, choice: tf.Tensor
     ) -> tuple[Tensors, tf.Tensor, tf.Tensor, tf.Tensor]:
         dtype = tf.int8 if self._levels else residues[0].dtype
         return self._operations.scalecom_take_and_accumulate(
-            grads, residues, self._settings(units), chooses, offsets, lanes=self._lanes, W=dtype
+            grads, residues, self._settings(units), chooses, choice, lanes=self._lanes, W=dtype
         )
 
     def scatter(
-        self, grads: Tensors, units: Units, offsets: tf.Tensor, values: tf.Tensor
+        self, grads: Tensors, units: Units, choice: tf.Tensor, values: tf.Tensor
     ) -> Tensors:
         return self._operations.scalecom_scatter(
-            grads, self._settings(units), offsets, values, lanes=self._lanes
+            grads, self._settings(units), choice, values, lanes=self._lanes
         )
 
 
-def kernel_for(device: str, selection: str, same_width: bool) -> type[Kernel]:
+def kernel_for(device: str, selection: str, same_width: bool) -> type[GraphKernel | NativeKernel]:
     """The fastest kernel for tensors on a device.
 
     SCALECOM_KERNEL=tensorflow asks for plain operations; =native makes a missing library an error.
@@ -266,11 +224,13 @@ def kernel_for(device: str, selection: str, same_width: bool) -> type[Kernel]:
         raise ValueError(f"SCALECOM_KERNEL must be 'native' or 'tensorflow' here, not {asked!r}")
     if asked == "tensorflow" or device != "CPU" or selection == "exact" or not same_width:
         return GraphKernel
-    if operations() is None and asked == "native":
+    if operations() is not None:
+        return NativeKernel
+    if asked == "native":
         raise RuntimeError(
             "SCALECOM_KERNEL=native, but the native kernel was not built. " + native.how_to_have()
         )
-    return NativeKernel if operations() is not None else GraphKernel
+    return GraphKernel
 
 
 @functools.cache

@@ -20,8 +20,7 @@ def scale_reader(loss_scale: LossScale | None) -> Callable[[], tf.Tensor | None]
     """A function that gives the loss scale as a tensor, or None for 1."""
     if loss_scale is None:
         return lambda: None
-    is_optimizer = isinstance(loss_scale, tf.keras.mixed_precision.LossScaleOptimizer)
-    if is_optimizer or hasattr(loss_scale, "loss_scale"):
+    if hasattr(loss_scale, "loss_scale"):
         optimizer: Any = loss_scale
         return lambda: tf.convert_to_tensor(optimizer.loss_scale)
     if not callable(loss_scale):

@@ -29,8 +29,7 @@ log = logging.getLogger("scalecom_hvd")
 _LISTS = ("momentums", "_momentums", "_m")
 _SLOTS = ("momentum", "m")
 
-Sizes = tuple[tf.Tensor, tf.Tensor]
-"""a before the update, and after it."""
+Sizes = tuple[tf.Tensor, tf.Tensor]  # a before the update, and after it
 
 
 def _of_sgd(optimizer: Any) -> Sizes:
@@ -48,32 +47,20 @@ def _of_average(optimizer: Any, decay: Any) -> Sizes:
     return 1 - decay**steps, 1 - decay ** (steps + 1)
 
 
-def _of_adam(optimizer: Any) -> Sizes:
-    return _of_average(optimizer, optimizer.beta_1)
-
-
-def _of_lion(optimizer: Any) -> Sizes:
-    return _of_average(optimizer, optimizer.beta_2)
-
-
+# {name of an optimizer's class: a function of the optimizer that gives `Sizes` before the update}.
+# A subclass is taken for its base.
 MOMENTA: dict[str, Callable[[Any], Sizes]] = {
     "SGD": _of_sgd,
-    "Lion": _of_lion,
-    **dict.fromkeys(("Adam", "AdamW", "Nadam", "Adamax"), _of_adam),
+    "Lion": lambda optimizer: _of_average(optimizer, optimizer.beta_2),
+    **dict.fromkeys(
+        ("Adam", "AdamW", "Nadam", "Adamax"),
+        lambda optimizer: _of_average(optimizer, optimizer.beta_1),
+    ),
 }
-"""{name of an optimizer's class: a function of the optimizer that gives `Sizes` before the update}.
-
-A subclass is taken for its base.
-"""
 
 
 def mix_momentum(made: Any, compressor: ScaleCom) -> None:
-    """Make the momentum of a class of optimizers quasi-hyperbolic.
-
-    Args:
-        made: the class that Horovod made for one optimizer.
-        compressor: averages the gradients.
-    """
+    """Make the momentum of a class that Horovod made for one optimizer quasi-hyperbolic."""
     legacy = issubclass(made, tf.keras.optimizers.legacy.Optimizer)
     method = "_distributed_apply" if legacy else "_internal_apply_gradients"
     update = getattr(made, method, None)

@@ -3,27 +3,26 @@
 They are Horovod's own objects. Only the attribute through which they reduce is replaced, and the
 method by which a Keras optimizer updates variables is wrapped (momentum.py). Hooks, aggregation
 over several passes, local variables, casts and configurations stay Horovod's.
-Imports compressor, exchange, momentum, reduction and transport.
+Imports compressor, momentum, reduction and transport.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import horovod.tensorflow as horovod
 import horovod.tensorflow.keras as horovod_keras
 import tensorflow as tf
-from horovod.tensorflow.compression import Compression, Compressor
 
 from scalecom_hvd.agreement import check_arguments, check_compression
 from scalecom_hvd.tensorflow.compressor import ScaleCom, is_scalecom, shared
-from scalecom_hvd.tensorflow.exchange import Arguments
 from scalecom_hvd.tensorflow.momentum import mix_momentum
 from scalecom_hvd.tensorflow.reduction import Reduction, reduction
-from scalecom_hvd.tensorflow.transport import TENSORFLOW_1
+from scalecom_hvd.tensorflow.transport import TENSORFLOW_1, Arguments
 
 _LOSS_SCALE_INSIDE = (
     "Horovod cannot wrap a LossScaleOptimizer. Wrap its inner optimizer, and give ScaleCom the "
@@ -37,35 +36,26 @@ _LOSS_SCALE_UNKNOWN = (
     "the optimizer (the policy mixed_float16), lambda: model.optimizer.loss_scale"
 )
 
-KerasOptimizer = TypeVar(
-    "KerasOptimizer", bound=tf.keras.optimizers.Optimizer | tf.keras.optimizers.legacy.Optimizer
-)
-AnyOptimizer = TypeVar(
-    "AnyOptimizer",
-    bound=tf.keras.optimizers.Optimizer
-    | tf.keras.optimizers.legacy.Optimizer
-    | tf.compat.v1.train.Optimizer,
-)
+
+def called_as(theirs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let a function be called as Horovod's is. It gets all of Horovod's arguments, by name."""
+    signature = inspect.signature(theirs)
+
+    def decorate(ours: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(ours)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            return ours(**given.arguments)
+
+        call.__wrapped__ = theirs  # so this is the signature that help() shows
+        return tf.autograph.experimental.do_not_convert(call)
+
+    return decorate
 
 
-@tf.autograph.experimental.do_not_convert
-def DistributedOptimizer(  # noqa: N802 (Horovod's name)
-    optimizer: AnyOptimizer,
-    name: str | None = None,
-    use_locking: bool = False,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: type[Compressor] | Compressor = Compression.none,
-    sparse_as_dense: bool = False,
-    backward_passes_per_step: int = 1,
-    op: int = horovod.Average,
-    gradient_predivide_factor: float = 1.0,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: int | list[list[tf.Variable]] | None = None,
-    process_set: horovod.ProcessSet = horovod.global_process_set,
-    scale_local_gradients: bool = True,
-) -> AnyOptimizer:
+@called_as(horovod.DistributedOptimizer)
+def DistributedOptimizer(**given: Any) -> Any:  # noqa: N802 (Horovod's name)
     """Horovod's DistributedOptimizer, which also takes `ScaleCom`.
 
     Args:
@@ -84,34 +74,34 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         ValueError: ScaleCom does not support an argument (Adasum, operations other than Average and
             Sum).
     """
-    given = dict(locals())
-    check_optimizer(optimizer, compression)
+    return wrap(horovod.DistributedOptimizer, given)
+
+
+def wrap(theirs: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """What a DistributedOptimizer returns. theirs: Horovod's own, for other compressions."""
+    optimizer, compression = given["optimizer"], given["compression"]
+    of_tensorflow_1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
+    has = "get_name" if of_tensorflow_1 else "get_config"
+    check_arguments(optimizer, has, "Keras and TensorFlow", compression)
     if not is_scalecom(compression):
-        return horovod.DistributedOptimizer(**given)
-    del given["use_locking"]  # of TensorFlow 1
-    return keras_optimizer(**given)
+        return theirs(**given)
+    if of_tensorflow_1:
+        raise TypeError(TENSORFLOW_1)
+    return _keras_optimizer(**given)
 
 
-def keras_optimizer(optimizer: KerasOptimizer, **given: Any) -> KerasOptimizer:
-    """horovod.tensorflow.keras.DistributedOptimizer with ScaleCom.
-
-    Args:
-        optimizer: Keras's.
-        given: Horovod's arguments, by name.
-
-    Raises:
-        TypeError: the optimizer is a LossScaleOptimizer. Also raised later, if a LossScaleOptimizer
-            is put around it and the ScaleCom does not know the scale.
-        ValueError: ScaleCom does not support an argument.
-    """
+def _keras_optimizer(
+    optimizer: Any, compression: Any, use_locking: bool = False, **given: Any
+) -> Any:
+    """horovod.tensorflow.keras.DistributedOptimizer with ScaleCom. use_locking: ignored."""
     if isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
         raise TypeError(_LOSS_SCALE_INSIDE)
-    compressor = _object_of(given["compression"])
-    arguments, stock = _arguments(given)
-    wrapped = horovod_keras.DistributedOptimizer(optimizer, **stock)
+    compressor = compression if isinstance(compression, ScaleCom) else compression()
+    arguments = _take_arguments(given)
+    wrapped = horovod_keras.DistributedOptimizer(optimizer, **given)
     reduce = reduction(compressor, arguments, wrapped._name)
-    # Horovod makes a class for every optimizer it wraps, so this changes no other optimizer. Keras
-    # makes new objects of the class (from_config).
+    # Horovod makes a class for every optimizer it wraps, so this changes no other. Keras makes new
+    # objects of the class (from_config).
     made, init = type(wrapped), type(wrapped).__init__
     compressor.serve_optimizer()
     if compressor.config.nu != 1:
@@ -122,39 +112,27 @@ def keras_optimizer(optimizer: KerasOptimizer, **given: Any) -> KerasOptimizer:
         _replace_reduction(self, reduce)
 
     made.__init__ = __init__
-    # This is a property because an attribute would become a part of checkpoints and saved models,
-    # which hold one rank's state for all ranks.
+    # An attribute would become a part of checkpoints and saved models, which hold one rank's state
+    # for all ranks.
     made.compression = property(
         lambda self: compressor, doc="The ScaleCom of this optimizer: stats(), state_dict()."
     )
 
     # Keras sets this when it puts a LossScaleOptimizer around the optimizer.
+    attribute = "_is_wrapped_by_loss_scale_optimizer"
+
     def is_scaled(self: Any, value: bool) -> None:
         if value and not compressor.knows_loss_scale:
             raise TypeError(_LOSS_SCALE_UNKNOWN)
-        self.__dict__["_is_wrapped_by_loss_scale_optimizer"] = value
+        self.__dict__[attribute] = value
 
-    made._is_wrapped_by_loss_scale_optimizer = property(
-        lambda self: self.__dict__.get("_is_wrapped_by_loss_scale_optimizer", False), is_scaled
-    )
+    setattr(made, attribute, property(lambda self: self.__dict__.get(attribute, False), is_scaled))
     _replace_reduction(wrapped, reduce)
     return wrapped
 
 
-@tf.autograph.experimental.do_not_convert
-def DistributedGradientTape(  # noqa: N802 (Horovod's name)
-    gradtape: tf.GradientTape,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: type[Compressor] | Compressor = Compression.none,
-    sparse_as_dense: bool = False,
-    op: int = horovod.Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: int | list[list[tf.Variable]] | None = None,
-    process_set: horovod.ProcessSet = horovod.global_process_set,
-    scale_local_gradients: bool = True,
-) -> tf.GradientTape:
+@called_as(horovod.DistributedGradientTape)
+def DistributedGradientTape(**given: Any) -> tf.GradientTape:  # noqa: N802 (Horovod's name)
     """Horovod's DistributedGradientTape, which also takes `ScaleCom`.
 
     Tapes are made anew for every step, and the ScaleCom keeps the residues. Make one ScaleCom
@@ -174,24 +152,11 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
         ValueError: ScaleCom does not support an argument (Adasum, operations other than Average and
             Sum).
     """
-    return _tape(horovod.DistributedGradientTape, dict(locals()))
+    return _tape(horovod.DistributedGradientTape, **given)
 
 
-@tf.autograph.experimental.do_not_convert
-def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
-    gradtape: tf.GradientTape,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: type[Compressor] | Compressor = Compression.none,
-    sparse_as_dense: bool = False,
-    op: int = horovod.Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: int | list[list[tf.Variable]] | None = None,
-    process_set: horovod.ProcessSet = horovod.global_process_set,
-    local_layers: tf.keras.layers.Layer | Iterable[tf.keras.layers.Layer] | None = None,
-    scale_local_gradients: bool = True,
-) -> tf.GradientTape:
+@called_as(horovod.PartialDistributedGradientTape)
+def PartialDistributedGradientTape(**given: Any) -> tf.GradientTape:  # noqa: N802 (Horovod's name)
     """Horovod's PartialDistributedGradientTape, which also takes `ScaleCom`.
 
     Args:
@@ -203,53 +168,33 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
         ValueError: ScaleCom does not support an argument (Adasum, operations other than Average and
             Sum).
     """
-    return _tape(horovod.PartialDistributedGradientTape, dict(locals()))
+    return _tape(horovod.PartialDistributedGradientTape, **given)
 
 
-def check_optimizer(optimizer: object, compression: object) -> None:
-    """Raise TypeError unless given an optimizer that the compression supports."""
-    of_tensorflow_1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
-    has = "get_name" if of_tensorflow_1 else "get_config"
-    check_arguments(optimizer, has, "Keras and TensorFlow", compression)
-    if of_tensorflow_1 and is_scalecom(compression):
-        raise TypeError(TENSORFLOW_1)
-
-
-def _tape(make: Callable[..., tf.GradientTape], given: dict[str, Any]) -> tf.GradientTape:
-    compression = given["compression"]
+def _tape(
+    make: Callable[..., tf.GradientTape], gradtape: tf.GradientTape, compression: Any, **given: Any
+) -> tf.GradientTape:
     check_compression(compression)
     if not is_scalecom(compression):
-        return make(**given)
+        return make(gradtape, compression=compression, **given)
     compressor = compression if isinstance(compression, ScaleCom) else shared()
-    gradtape = given.pop("gradtape")
-    arguments, stock = _arguments(given)
+    arguments = _take_arguments(given)
     compressor.serve_tape()
-    tape = make(gradtape, **stock)
+    tape = make(gradtape, **given)
     calls: dict[Hashable, int] = {}
     tape._allreduce_grads = reduction(compressor, arguments, "DistributedGradientTape", calls)
     return tape
 
 
-def _arguments(given: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
-    """The exchange's arguments, and Horovod's arguments by name, for all the rest."""
-    given = {
-        name: value for name, value in given.items() if name not in ("optimizer", "compression")
-    }
-    num_groups = given.pop("num_groups")
-    if num_groups:
-        warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=4)
+def _take_arguments(given: dict[str, Any]) -> Arguments:
+    """The exchange's arguments. What stays in `given` is for Horovod."""
+    if num_groups := given.pop("num_groups"):
+        warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=6)
         given["groups"] = num_groups if given["groups"] is None else given["groups"]
     arguments = Arguments(**{name: given[name] for name in inspect.signature(Arguments).parameters})
     arguments.check()
-    # Groups are this exchange's buckets.
-    return arguments, {name: value for name, value in given.items() if name != "groups"}
-
-
-def _object_of(compression: type[ScaleCom] | ScaleCom) -> ScaleCom:
-    # mypy does not know ScaleCom's bases, so it cannot tell an object from the class.
-    if isinstance(compression, ScaleCom):
-        return compression  # type: ignore[return-value]
-    return compression()
+    del given["groups"]  # they are this exchange's buckets
+    return arguments
 
 
 def _replace_reduction(optimizer: Any, reduce: Reduction) -> None:

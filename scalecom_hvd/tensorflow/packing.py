@@ -17,10 +17,7 @@ _MOST_ELASTIC_RANKS = 1024
 
 
 def pack_choice(choice: tf.Tensor, layout: Layout) -> tf.Tensor:
-    """The bytes that travel for a choice; an empty choice stays empty.
-
-    The arithmetic is that of bucket_layout.pack_halves.
-    """
+    """The bytes that travel for a choice, as by bucket_layout.pack_halves. Empty stays empty."""
     if not layout.narrow_bytes:
         return choice
     cut = layout.offsets_bytes - layout.narrow_bytes
@@ -42,11 +39,10 @@ def unpack_choice(message: tf.Tensor, layout: Layout) -> tf.Tensor:
         message = tf.identity(message)
     if not layout.narrow_bytes:
         return message
-    packed = message[layout.offsets_bytes - layout.narrow_bytes :]
+    wide, packed = tf.split(message, [layout.offsets_bytes - layout.narrow_bytes, -1])
     low = tf.bitwise.bitwise_and(packed, tf.constant(15, tf.uint8))
     high = tf.bitwise.right_shift(packed, tf.constant(4, tf.uint8))
-    rows = tf.concat([low, high], 0)[: layout.narrow_bytes]
-    return tf.concat([message[: layout.offsets_bytes - layout.narrow_bytes], rows], 0)
+    return tf.concat([wide, tf.concat([low, high], 0)[: layout.narrow_bytes]], 0)
 
 
 def _field_bits(levels: int, size: int | tf.Tensor) -> int | tf.Tensor:

@@ -4,16 +4,15 @@ They reduce through this one attribute. The replacement sends gradients of varia
 ScaleCom's exchange, and leaves all others to Horovod: sparse gradients, and gradients with respect
 to tensors, which have no name and no next step.
 
-Called by optimizer.py. Imports compressor, exchange, bucket, transport and agreement.
+Called by optimizer.py. Imports compressor, bucket, transport and agreement.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeAlias
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
@@ -21,13 +20,14 @@ import tensorflow as tf
 from scalecom_hvd.agreement import is_elastic
 from scalecom_hvd.tensorflow.bucket import all_finite
 from scalecom_hvd.tensorflow.compressor import MAKE_IT_ONCE, ScaleCom
-from scalecom_hvd.tensorflow.exchange import Arguments
-from scalecom_hvd.tensorflow.transport import refuse_graphs_of_tensorflow_1
+from scalecom_hvd.tensorflow.transport import Arguments, refuse_graphs_of_tensorflow_1
 
 log = logging.getLogger("scalecom_hvd")
 
-# What Horovod's objects pass for a variable.
+# What Horovod's objects pass for a variable, and Horovod's `_allreduce_grads` or its replacement:
+# from gradients, variables and use_generic_names to averages over ranks. None stays None.
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
+Reduction: TypeAlias = Callable[..., list[Gradient]]
 
 _NO_DERIVATIVE = (
     "ScaleCom sends only some elements of gradients, so averaged gradients have no derivative. "
@@ -35,18 +35,6 @@ _NO_DERIVATIVE = (
     "DistributedGradientTape"
 )
 _KEEPER_CHANGED = "a new ScaleCom serves this tape's variables, so their residues start at zero"
-
-
-class Reduction(Protocol):
-    """Horovod's `_allreduce_grads`, or its replacement."""
-
-    def __call__(
-        self,
-        grads: Sequence[Gradient],
-        variables: Sequence[tf.Variable | tf.Tensor],
-        use_generic_names: bool = False,
-    ) -> list[Gradient]:
-        """Gradients averaged over ranks; None stays None."""
 
 
 def reduction(
@@ -155,39 +143,26 @@ def _stream_of(
     return stream
 
 
-@dataclass
-class _Keeper:
-    """A note on a variable: which ScaleCom keeps its residue for tapes.
-
-    Attributes:
-        who: the ScaleCom.
-        eager: whether it became the keeper in an eager step.
-        calls: for how many calls it has been the keeper.
-    """
-
-    who: weakref.ref[ScaleCom]
-    eager: bool
-    calls: int = 1
-
-
 def _notice_changed_keeper(compressor: ScaleCom, variables: Iterable[tf.Variable]) -> None:
     """Notice a ScaleCom that is made inside of the training step.
 
-    Such a step makes a new ScaleCom every time, and what the old one had not sent is lost.
+    Such a step makes a new ScaleCom every time, and what the old one had not sent is lost. So each
+    variable has a note: which ScaleCom keeps its residue for tapes, for how many calls, and whether
+    it began in an eager step.
 
     Raises:
         ValueError: an eager step certainly does this. If it is not certain, a warning is logged.
     """
     eager, warned = tf.executing_eagerly(), False
     for variable in variables:
-        former = getattr(variable, "_scalecom_keeper", None)
-        if former is not None and former.who() is compressor:
-            former.calls += 1
+        keeper, calls, was_eager = getattr(variable, "_scalecom_keeper", (None, 0, eager))
+        if keeper is not None and keeper() is compressor:
+            variable._scalecom_keeper = keeper, calls + 1, was_eager
             continue
-        variable._scalecom_keeper = _Keeper(weakref.ref(compressor), eager)
-        if former is None:
+        variable._scalecom_keeper = weakref.ref(compressor), 1, eager
+        if keeper is None:
             continue
-        if former.who() is None and former.calls == 1 and former.eager and eager:
+        if keeper() is None and calls == 1 and was_eager and eager:
             raise ValueError(f"{_KEEPER_CHANGED}. {MAKE_IT_ONCE}")
         if not warned:
             log.warning("%s. If this is the same training: %s", _KEEPER_CHANGED, MAKE_IT_ONCE)

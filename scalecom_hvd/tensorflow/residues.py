@@ -50,27 +50,17 @@ def set_value(variable: tf.Variable, value: ArrayLike) -> None:
 
 
 class CompressedTensor:
-    """One compressed variable on this rank.
-
-    Attributes:
-        name: the variable's.
-        shape: the variable's.
-        lanes: its lanes, or positions.
-        dtype: the residue's, float32 or float64.
-        levels: L of values that travel as integers; 0: they travel as numbers.
-        wire_dtype: the dtype of its values: the residue's, or int8 for integers, which are packed.
-        residue: (N,), zero at the start.
-    """
+    """One compressed variable on this rank. Its residue (N,) is zero at the start."""
 
     def __init__(
         self, name: str, variable: tf.Variable, rate: float, config: ScaleComConfig
     ) -> None:
-        self.name = name
-        self.shape = tuple(variable.shape)
+        self.name, self.shape = name, tuple(variable.shape)
         numel = math.prod(self.shape)
-        self.lanes = geometry(numel, rate, config.selection)
+        self.lanes = geometry(numel, rate, config.selection)  # or positions
+        # The residue's, float32 or float64.
         self.dtype = tf.as_dtype(config.residue_dtype_for(variable.dtype.name))
-        self.levels = config.levels
+        self.levels = config.levels  # L of values that travel as integers; 0: as numbers
         self.wire_dtype = tf.int8 if self.levels else self.dtype
         self.residue = make_variable((numel,), self.dtype, f"scalecom/{name}", variable.device)
 
@@ -98,13 +88,15 @@ class Progress(Tracked):
     def __init__(self, label: str) -> None:
         super().__init__()
         self.label = label
-        self.step = make_variable((), tf.int64, f"scalecom/{label}/step")
-        self.skipped = make_variable((), tf.int64, f"scalecom/{label}/skipped")
-        self.ranks = make_variable((), tf.int64, f"scalecom/{label}/ranks")
-        self.ahead = make_variable((), tf.bool, f"scalecom/{label}/ahead")
-        self.whole = make_variable((), tf.bool, f"scalecom/{label}/whole")
+        self.step, self.skipped, self.ranks = (
+            make_variable((), tf.int64, f"scalecom/{label}/{what}")
+            for what in ("step", "skipped", "ranks")
+        )
+        self.ahead, self.whole, self.warned = (
+            make_variable((), tf.bool, f"scalecom/{label}/{what}")
+            for what in ("ahead", "whole", "warned")
+        )
         self.norms = make_variable((2, 3), tf.float64, f"scalecom/{label}/norms")
-        self.warned = make_variable((), tf.bool, f"scalecom/{label}/warned")
         self.offsets: dict[str, tf.Variable] = {}
         self.scales: dict[str, tf.Variable] = {}
         self._lanes: dict[str, Lanes] = {}
@@ -113,16 +105,11 @@ class Progress(Tracked):
         """Make room for a tensor's next offsets and, for integers, its next scales."""
         lanes, device = tensor.lanes, tensor.residue.device
         self._lanes[tensor.name] = lanes
-        self.offsets[tensor.name] = make_variable(
-            (lanes.k * lanes.offset_dtype.itemsize,),
-            tf.uint8,
-            f"scalecom/{tensor.name}/offsets",
-            device,
-        )
+        of, size = f"scalecom/{tensor.name}", lanes.k * lanes.offset_dtype.itemsize
+        self.offsets[tensor.name] = make_variable((size,), tf.uint8, f"{of}/offsets", device)
         if tensor.levels:
-            self.scales[tensor.name] = make_variable(
-                (blocks_of(lanes.k),), tf.float32, f"scalecom/{tensor.name}/scales", device
-            )
+            blocks = blocks_of(lanes.k)
+            self.scales[tensor.name] = make_variable((blocks,), tf.float32, f"{of}/scales", device)
 
     def as_dict(self) -> dict[str, Any]:
         """What `take_up` reads: plain numbers and arrays."""
@@ -139,17 +126,11 @@ class Progress(Tracked):
     def check(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError for offsets, scales and norms that `take_up` cannot use."""
         norms_of(saved)
-        offsets = {
-            name: np.asarray(chosen)
-            for name, chosen in saved.get("offsets", {}).items()
-            if name in self.offsets
-        }
+        offsets, scales = (
+            {name: np.asarray(own) for name, own in saved.get(what, {}).items() if name in held}
+            for what, held in (("offsets", self.offsets), ("scales", self.scales))
+        )
         check_offsets(offsets, self._lanes)
-        scales = {
-            name: np.asarray(given)
-            for name, given in saved.get("scales", {}).items()
-            if name in self.scales
-        }
         check_scales(scales, {name: blocks_of(own.k) for name, own in self._lanes.items()})
 
     def take_up(self, saved: Mapping[str, Any]) -> None:
@@ -166,6 +147,5 @@ class Progress(Tracked):
         set_value(self.norms, norms_of(saved))
         set_value(self.ahead, bool(offsets) and complete)
         for held, given in ((self.offsets, offsets), (self.scales, scales)):
-            for name, variable in held.items():
-                if name in given:
-                    set_value(variable, given[name])
+            for name in held.keys() & given.keys():
+                set_value(held[name], given[name])

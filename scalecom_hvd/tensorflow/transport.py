@@ -6,15 +6,14 @@ Horovod matches tensors by name, so all ranks must use the same names. Imports a
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import horovod.tensorflow as horovod
 import numpy as np
 import tensorflow as tf
 
-from scalecom_hvd.agreement import Names, is_elastic
+from scalecom_hvd.agreement import Names, check_operation, is_elastic
 
 TENSORFLOW_1 = (
     "ScaleCom does not work with TensorFlow 1's graphs, sessions and optimizers (tf.compat.v1). "
@@ -30,43 +29,61 @@ def refuse_graphs_of_tensorflow_1() -> None:
             raise RuntimeError(TENSORFLOW_1)
 
 
-def _named_in_errors(operation: str) -> AbstractContextManager[str]:
-    """A name scope that error messages contain and collectives' names ignore.
+# Name scopes that error messages contain and collectives' names ignore. By these words
+# hvd.elastic.run knows that an error is Horovod's and a worker is lost. Without them, it takes
+# training for done.
+_GATHER, _REDUCE = "HorovodAllgather", "HorovodAllreduce"
 
-    By this word hvd.elastic.run knows that an error is Horovod's and a worker is lost. Without the
-    word, it takes training for done.
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of Horovod's optimizers and tapes that concern the reduction.
+
+    Names, meanings and defaults are Horovod's.
     """
-    return tf.name_scope(operation)
+
+    op: int = horovod.Average
+    gradient_predivide_factor: float = 1.0
+    groups: int | list[list[tf.Variable]] | None = None
+    sparse_as_dense: bool = False
+    process_set: horovod.ProcessSet = horovod.global_process_set
+    device_dense: str = ""
+    device_sparse: str = ""
+
+    def check(self) -> None:
+        """Raise ValueError for arguments that ScaleCom does not support."""
+        check_operation(self.op, self.gradient_predivide_factor, horovod)
+        if self.groups is not None and not (isinstance(self.groups, list) or self.groups > 0):
+            raise ValueError(
+                "groups should be a non-negative integer or a list of list of tf.Variable."
+            )
+
+    def comparable(self) -> dict[str, object]:
+        """Equal for arguments that mean the same."""
+        groups: object = self.groups
+        if isinstance(self.groups, list):
+            groups = tuple(tuple(variable.ref() for variable in group) for group in self.groups)
+        ranks = self.process_set.process_set_id
+        return vars(self) | {"groups": groups, "process_set": ranks}
 
 
 class Transport:
-    """Horovod's collectives on a process set.
+    """Horovod's collectives on the arguments' process set. names: makes the collectives' names."""
 
-    Args:
-        process_set: the ranks that take part.
-        op, predivide, device: Horovod's op, gradient_predivide_factor and device_dense.
-        names: makes the collectives' names.
-    """
-
-    def __init__(
-        self, process_set: horovod.ProcessSet, op: int, predivide: float, device: str, names: Names
-    ) -> None:
-        self._process_set = process_set
-        self._device = device
+    def __init__(self, arguments: Arguments, names: Names) -> None:
+        self._process_set, self._device = arguments.process_set, arguments.device_dense
         self._names = names
-        self._averages = op == horovod.Average
+        self._averages = arguments.op == horovod.Average
         self._summation = {
             "op": horovod.Sum,
-            "process_set": process_set,
-            "device_dense": device,
+            "process_set": self._process_set,
+            "device_dense": self._device,
             "ignore_name_scope": True,
         }
-        scaling = (
-            {"prescale_factor": 1 / predivide, "postscale_factor": predivide}
-            if self._averages
-            else {}
-        )
-        self._reduction = self._summation | {"op": op} | scaling
+        self._reduction = self._summation | {"op": arguments.op}
+        if self._averages:
+            factor = arguments.gradient_predivide_factor
+            self._reduction |= {"prescale_factor": 1 / factor, "postscale_factor": factor}
 
     @property
     def size(self) -> int:
@@ -90,29 +107,27 @@ class Transport:
         This is a gather and not a broadcast, because a broadcast's root is fixed when the graph is
         made (mpi_ops.cc:988), and the leader changes every step.
         """
-        with tf.device(self._device), _named_in_errors("HorovodAllgather"):
+        with tf.device(self._device), tf.name_scope(_GATHER):
             return self._gather(offsets, name)
 
     def sum(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
         """The sum over ranks, in the buffer's dtype."""
-        with _named_in_errors("HorovodAllreduce"):
+        with tf.name_scope(_REDUCE):
             return horovod.allreduce(buffer, name=self._names(name), **self._summation)
 
     def average(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
         """The average over ranks, or with op=Sum the sum."""
-        with _named_in_errors("HorovodAllreduce"):
+        with tf.name_scope(_REDUCE):
             return horovod.allreduce(buffer, name=self._names(name), **self._reduction)
 
     def share_of(self, total: tf.Tensor, size: int | tf.Tensor) -> tf.Tensor:
         """The average that a sum over ranks stands for, or with op=Sum the sum itself."""
         return total / tf.cast(size, total.dtype) if self._averages else total
 
-    def average_each(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+    def average_each(self, tensors: list[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Every tensor's average over ranks, or with op=Sum its sum, as one group."""
-        with _named_in_errors("HorovodAllreduce"):
-            return horovod.grouped_allreduce(
-                list(tensors), name=self._names(name), **self._reduction
-            )
+        with tf.name_scope(_REDUCE):
+            return horovod.grouped_allreduce(tensors, name=self._names(name), **self._reduction)
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
         """Every rank's JSON value, in order of position. Blocks until all ranks have called it.
@@ -122,7 +137,7 @@ class Transport:
         payload = np.frombuffer(json.dumps(value).encode(), np.uint8)
 
         def gathered() -> list[tf.Tensor]:
-            with _named_in_errors("HorovodAllgather"):
+            with tf.name_scope(_GATHER):
                 return [
                     self._gather(tf.constant(np.array([payload.size])), f"{name}.sizes"),
                     self._gather(tf.constant(payload), name),

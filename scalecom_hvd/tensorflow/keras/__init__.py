@@ -10,7 +10,6 @@ from importlib import import_module as _import_module
 from typing import Any
 
 import horovod._keras as _implementation
-import horovod.tensorflow as _horovod_tensorflow
 import horovod.tensorflow.keras as _horovod
 import tensorflow as tf
 from horovod.tensorflow.compression import Compression, Compressor
@@ -19,61 +18,30 @@ from horovod.tensorflow.keras import *  # noqa: F403
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.missing import attribute as _attribute
 from scalecom_hvd.tensorflow.compressor import ScaleCom
-from scalecom_hvd.tensorflow.compressor import is_scalecom as _is_scalecom
 from scalecom_hvd.tensorflow.monitor import Monitor, MonitorCallback
-from scalecom_hvd.tensorflow.optimizer import KerasOptimizer as _KerasOptimizer
-from scalecom_hvd.tensorflow.optimizer import check_optimizer as _check_optimizer
-from scalecom_hvd.tensorflow.optimizer import keras_optimizer as _keras_optimizer
+from scalecom_hvd.tensorflow.optimizer import called_as as _called_as
+from scalecom_hvd.tensorflow.optimizer import wrap as _wrap
 
 # This replaces Horovod's module, which the star imported.
 elastic = _import_module("scalecom_hvd.tensorflow.keras.elastic")
 
 
-@tf.autograph.experimental.do_not_convert
-def DistributedOptimizer(  # noqa: N802 (Horovod's name)
-    optimizer: _KerasOptimizer,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: type[Compressor] | Compressor = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: int = _horovod_tensorflow.Average,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: int | list[list[tf.Variable]] | None = None,
-    process_set: _horovod_tensorflow.ProcessSet = _horovod_tensorflow.global_process_set,
-    scale_local_gradients: bool = True,
-) -> _KerasOptimizer:
+@_called_as(_horovod.DistributedOptimizer)
+def DistributedOptimizer(**given: Any) -> Any:  # noqa: N802 (Horovod's name)
     """Horovod's DistributedOptimizer, which also takes `ScaleCom`.
 
-    Args:
-        compression: ScaleCom, the class or an instance. With any other compression, this calls
-            Horovod's own function unchanged.
-        groups: which variables share a bucket.
-
-    All other arguments work as in Horovod.
-
-    Returns:
-        Horovod's optimizer with one more attribute, `compression`: the ScaleCom with this rank's
-        residues.
-
-    Raises:
-        ValueError: ScaleCom does not support an argument (operations other than Average and Sum).
+    The arguments `compression` and `groups`, the result and errors are those of
+    scalecom_hvd.tensorflow.DistributedOptimizer. All other arguments work as in Horovod.
     """
-    given = dict(locals())
-    _check_optimizer(optimizer, compression)
-    make = _keras_optimizer if _is_scalecom(compression) else _horovod.DistributedOptimizer
-    return make(**given)
+    return _wrap(_horovod.DistributedOptimizer, given)
 
 
 def PartialDistributedOptimizer(  # noqa: N802 (of horovod.keras; horovod.tensorflow.keras lacks it)
-    optimizer: _KerasOptimizer,
+    optimizer: Any,
     *args: Any,
     local_layers: tf.keras.layers.Layer | Iterable[tf.keras.layers.Layer] | None = None,
     **kwargs: Any,
-) -> _KerasOptimizer:
+) -> Any:
     """DistributedOptimizer, with some layers whose gradients stay on their rank.
 
     Args:
