@@ -25,16 +25,12 @@ GRACE = 5.0
 
 
 class Outcome(NamedTuple):
-    """How a process ended.
+    """How a process ended."""
 
-    Attributes:
-        code: its exit code; negative: minus the signal that ended it; None: it was still running at
-            the time limit; 127: it could not be started.
-        output: standard output and standard error.
-    """
-
+    # Its exit code; negative: minus the signal that ended it; None: it was still running at the
+    # time limit; 127: it could not be started.
     code: int | None
-    output: str
+    output: str  # standard output and standard error
 
     @property
     def why(self) -> str:

@@ -44,35 +44,26 @@ class Result(NamedTuple):
 
 def tests(facts: Facts) -> list[Test]:
     """All tests. A test of something that is missing or cannot work says why it is left out."""
-    mpi, gloo = _why_not_horovod(facts, "mpirun"), _why_not_horovod(facts, "horovodrun")
-    torch, tensorflow = (_why_not(facts, part, f"horovod.{part}") for part in FRAMEWORKS)
+    launchers = ("mpirun", "horovodrun")
+    on_torch = [_on_horovod(facts, "torch", launcher, "horovod") for launcher in launchers]
+    on_tensorflow = [_on_horovod(facts, "tensorflow", launcher) for launcher in launchers]
     # Half of TensorFlow's test is its start, so one launcher is enough.
-    start = "horovodrun --gloo" if mpi else "mpirun"
-    on_tensorflow = [*_by(start.split()[0], facts), *_rank("tensorflow")]
-    on_torch = [*_rank("torch"), "horovod"]
-    by_mpi, by_gloo = _by("mpirun", facts), _by("horovodrun", facts)
-    return [
-        Test("PyTorch on Horovod, mpirun", by_mpi + on_torch, torch or mpi),
-        Test("PyTorch on Horovod, horovodrun --gloo", by_gloo + on_torch, torch or gloo),
-        Test("PyTorch on torch.distributed, torchrun", _torchrun(), _why_not_torchrun(facts)),
-        Test(f"TensorFlow on Horovod, {start}", on_tensorflow, tensorflow or (mpi and gloo)),
-    ]
+    once = next((test for test in on_tensorflow if not test.left_out), on_tensorflow[0])
+    torchrun = "PyTorch on torch.distributed, torchrun"
+    return [*on_torch, Test(torchrun, _torchrun(), _why_not(facts, "torch")), once]
 
 
 def gpu_tests(facts: Facts) -> list[Test]:
     """The tests of `doctor --gpu`: steps to the bit, and training with each transport."""
-    none = _why_not_torchrun(facts)
-    if not facts.says("torch", "gpus"):
-        none = none or "PyTorch sees no GPU"
-    horovod = _why_not(facts, "torch", "horovod.torch") or _why_not_horovod(facts, "mpirun")
+    none = _why_not(facts, "torch") or "PyTorch sees no GPU" * (not facts.says("torch", "gpus"))
     steps = [sys.executable, "-m", "scalecom_hvd.doctor.gpu_steps"]
     gloo, nccl = (_torchrun("cuda", f"cpu:gloo,cuda:{backend}") for backend in ("gloo", "nccl"))
-    on_horovod = [*_by("mpirun", facts), *_rank("torch"), "horovod", "cuda"]
+    horovod = _on_horovod(facts, "torch", "mpirun", "horovod", "cuda")
     return [
         Test("GPU: steps of simulated ranks", steps, none, ranks=1),
         Test("GPU: torchrun, gloo", gloo, none),
         Test("GPU: torchrun, nccl", nccl, none),
-        Test("GPU: PyTorch on Horovod, mpirun", on_horovod, none or horovod),
+        Test(f"GPU: {horovod.name}", horovod.command, none or horovod.left_out),
     ]
 
 
@@ -119,28 +110,28 @@ def _rank(framework: str) -> list[str]:
     return [sys.executable, "-m", f"scalecom_hvd.doctor.{framework}_rank"]
 
 
-def _by(launcher: str, facts: Facts) -> list[str]:
-    ranks = ["--oversubscribe", "--bind-to", "none", "-np", str(RANKS)]
+def _on_horovod(facts: Facts, framework: str, launcher: str, *face: str) -> Test:
+    """The test of a framework on Horovod whose ranks mpirun or horovodrun starts."""
+    name, more = launcher, ["--oversubscribe", "--bind-to", "none"]
     if launcher == "horovodrun":
-        ranks = ["--gloo", "-np", str(RANKS), "-H", f"localhost:{RANKS}"]
-    return [facts.programs.get(launcher, launcher), *ranks]
+        name, more = "horovodrun --gloo", ["--gloo", "-H", f"localhost:{RANKS}"]
+    start = [facts.programs.get(launcher, launcher), "-np", str(RANKS), *more]
+    name = f"{FRAMEWORKS[framework]} on Horovod, {name}"
+    return Test(name, [*start, *_rank(framework), *face], _why_not(facts, framework, launcher))
 
 
-def _why_not(facts: Facts, *parts: str) -> str:
-    """Why parts of probe.py cannot be used; empty: they can."""
+def _why_not(facts: Facts, framework: str, launcher: str = "") -> str:
+    """Why a framework cannot train on Horovod (no launcher: under torchrun); empty: it can."""
+    parts = [framework, f"horovod.{framework}"] if launcher else [framework]
     for name in parts[-1].split(".")[::-1]:
         if not facts.installed.get(name):
             return f"{FRAMEWORKS.get(name, 'Horovod')} is not installed"
-    return next((f"{part} cannot be imported" for part in parts if not facts.works(part)), "")
-
-
-def _why_not_horovod(facts: Facts, launcher: str) -> str:
-    part = {"mpirun": "MPI", "horovodrun": "Gloo"}[launcher]
-    if not facts.horovod_parts.get(part.lower()):
-        return f"Horovod was built without {part}"
+    for part in parts:
+        if not facts.works(part):
+            return f"{part} cannot be imported"
+    if not launcher:
+        return "" if facts.says("torch", "gloo") else "PyTorch was built without Gloo"
+    transport = {"mpirun": "MPI", "horovodrun": "Gloo"}[launcher]
+    if not facts.horovod_parts.get(transport.lower()):
+        return f"Horovod was built without {transport}"
     return "" if launcher in facts.programs else f"there is no {launcher}"
-
-
-def _why_not_torchrun(facts: Facts) -> str:
-    built = facts.says("torch", "gloo")
-    return _why_not(facts, "torch") or ("" if built else "PyTorch was built without Gloo")

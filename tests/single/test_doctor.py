@@ -211,7 +211,7 @@ def test_the_worst_comes_first():
             [
                 "PyTorch on Horovod, mpirun: Horovod is not installed",
                 "PyTorch on Horovod, horovodrun --gloo: Horovod is not installed",
-                "TensorFlow on Horovod, horovodrun --gloo: Horovod is not installed",
+                "TensorFlow on Horovod, mpirun: Horovod is not installed",
             ],
         ),
         (
