@@ -2,13 +2,11 @@
 
 ScaleCom rests on two observations: workers' residues become alike, and so one worker's choice is
 nearly as good as the true top-k of what all workers have together (Chen et al., NeurIPS 2020, arXiv
-2104.11125, sections 2 and 3). This module turns both into numbers of a user's own training, for
-ScaleCom and for other methods. The numbers are computed on a sample of the model, every so many
-steps.
+2104.11125, sections 2 and 3). This module turns both into numbers of a user's own training.
 
 `Diagnostics` holds the settings, `draw` chooses the sample, `look` turns what was seen at the
-sample into numbers, and `Files` writes them down. Everything is NumPy and knows no framework: the
-frameworks bring the arrays. Imports only lanes.
+sample into numbers, and `Files` writes them down. Frameworks bring arrays of NumPy. Imports only
+lanes.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import logging
 import math
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,19 +90,11 @@ class Diagnostics:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of the sample that is of one tensor.
+    """The part of the sample that is of one tensor: whole lanes, one after the other."""
 
-    It holds whole lanes, one after the other, or single elements if the geometry has no lanes.
-
-    Args:
-        positions: in the flat tensor (S,).
-        lengths: of the lanes; None: there are none.
-        k: how many elements of this piece a worker would send if it chose for itself.
-    """
-
-    positions: NDArray[np.int64]
-    lengths: NDArray[np.int64] | None
-    k: int
+    positions: NDArray[np.int64]  # in the flat tensor (S,)
+    lengths: NDArray[np.int64] | None  # of the lanes; None: there are none, but single elements
+    k: int  # how many elements of this piece a worker would send if it chose for itself
 
     def choose(self, accumulator: Array) -> NDArray[np.int64]:
         """A worker's own choice: indices (k,) in the piece, from its accumulator (S,)."""
@@ -117,7 +107,7 @@ class Piece:
 
 
 def draw(geometries: Mapping[str, Lanes], sample: int) -> dict[str, Piece]:
-    """The sample: whole lanes drawn at random from every tensor.
+    """The sample: {name: piece} of whole lanes, drawn at random from every tensor.
 
     Every tensor contributes in proportion to its size, but at least one lane. The sample depends
     only on the arguments, so it is the same on all ranks and in every run.
@@ -125,14 +115,11 @@ def draw(geometries: Mapping[str, Lanes], sample: int) -> dict[str, Piece]:
     Args:
         geometries: {name: geometry} of all compressed tensors.
         sample: about how many elements to draw. If there are no more than that, all are drawn.
-
-    Returns:
-        {name: piece}, in the order of names.
     """
     share = sample / max(sum(geometry.numel for geometry in geometries.values()), 1)
     return {
-        name: _draw_from(geometries[name], share, zlib.crc32(name.encode()))
-        for name in sorted(geometries)
+        name: _draw_from(own, share, zlib.crc32(name.encode()))
+        for name, own in sorted(geometries.items())
     }
 
 
@@ -265,8 +252,7 @@ def _quantile_plots(residues: Array) -> tuple[float | None, float | None]:
     some = np.sort(residues[: QUANTILE_PAIRS + 1], axis=1)
     some = some - some.mean(axis=1, keepdims=True)
     deviations = np.linalg.norm(some, axis=1)  # each is sqrt(S) times too large
-    neighbours = [(i, i + 1) for i in range(len(some) - 1)]
-    pairs = [(i, j) for i, j in neighbours if deviations[i] > 0 and deviations[j] > 0]
+    pairs = [(i, i + 1) for i in range(len(some) - 1) if (deviations[i : i + 2] > 0).all()]
     if not pairs:
         return None, None
     correlations = [float(some[i] @ some[j]) / (deviations[i] * deviations[j]) for i, j in pairs]
@@ -281,8 +267,7 @@ class Files:
 
     Args:
         who: what asks for it, for errors.
-        table: the CSV file's path, or None.
-        tensorboard: the directory's path, or None.
+        table, tensorboard: the paths of the CSV file and of the directory, or None.
 
     Raises:
         ImportError: TensorBoard is asked for, but not installed.
@@ -290,17 +275,14 @@ class Files:
 
     def __init__(self, who: str, table: FilePath | None, tensorboard: FilePath | None) -> None:
         self._board: Any = None
-        self._writes: dict[str, Callable[[str, Numbers, int], None]] = {}
-        if table is not None:
-            self._writes[os.fspath(table)] = self._write_row
-        if tensorboard is not None:
-            self._writes[os.fspath(tensorboard)] = self._write_scalars
-            # It is looked for without an import, which takes seconds if TensorFlow is installed.
-            if importlib.util.find_spec("tensorboard") is None:
-                raise ImportError(
-                    f"{who}: tensorboard=... needs TensorBoard, which is not installed. Run pip "
-                    "install tensorboard"
-                )
+        asked = {table: self._write_row, tensorboard: self._write_scalars}
+        self._writes = {os.fspath(path): write for path, write in asked.items() if path is not None}
+        # It is looked for without an import, which takes seconds if TensorFlow is installed.
+        if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
+            raise ImportError(
+                f"{who}: tensorboard=... needs TensorBoard, which is not installed. Run pip "
+                "install tensorboard"
+            )
 
     def write(self, numbers: Numbers, step: int) -> None:
         """Write all numbers of a step. Those that are None are left out."""

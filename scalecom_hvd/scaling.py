@@ -4,22 +4,13 @@
 scripts/bench/scaling_model.py fits its constants to what `make bench` measured. Framework-free;
 imports config and integers.
 
-This is the model (all of it is in `predict`). Gradients become ready evenly over backward, which is
-two thirds of the compute. A bucket's collectives follow each other, and those of the last bucket
-cannot hide. A collective costs a negotiation, its hops (2(n-1) for a ring's all-reduce, log2 n for
-a broadcast), and its bytes at the network's speed:
-
-    dense       2(n-1)/n * 4N bytes a worker        fp16  half of that
-    local top-k (n-1) * 8k bytes: the union of n choices, values and indices
-    LocalTopK   (n-1) * 5k bytes: this package's, whose indices are offsets of one byte
-    ScaleCom    2(n-1)/n * 4k/f + (n-1)/n * (1/2 + 1/128) k bytes, with f values of few bits in a
-                word: nearly constant in n; look-ahead hides the second term, offsets and scales,
-                behind the next forward and backward
-    random-k    2(n-1)/n * 4k bytes, and no broadcast
-    local steps what the method sends, once in H steps, and none of it behind backward
-
-k is N / 16 for ScaleCom, and N / 100 for others, unless a rate is given. With 32 bits f is 1, and
-there are no scales. Offsets take half a byte each up to rate 16, one byte up to 256, and two above.
+This is the model (all of it is in `traffic` and `predict`). Gradients become ready evenly over
+backward, which is two thirds of the compute. A bucket's collectives follow each other, and those of
+the last bucket cannot hide. A collective costs a negotiation, its hops (2(n-1) for a ring's
+all-reduce, log2 n for a broadcast), and its bytes at the network's speed. "local top-k" gathers the
+values and indices of n choices; LocalTopK is this package's, whose indices are offsets. Look-ahead
+hides the broadcast of offsets and scales behind the next forward and backward. Local steps send
+what the method sends, once in H steps, and hide none of it.
 
 Five kinds of constants are fitted to the measured steps: the share of the nominal speed that is
 reached, one negotiation, one hop, and, for each method, the processor's time per step and per
@@ -60,45 +51,28 @@ FIXED = 4.4
 
 @dataclass(frozen=True)
 class Constants:
-    """The fitted constants. Times are in ms.
+    """The fitted constants. Times are in ms."""
 
-    Attributes:
-        reached: the share of the network's nominal speed that is reached.
-        negotiation, hop: the time of one negotiation, and of one hop.
-        step, megabyte: {method: the processor's time} per step, and per megabyte.
-        cores: how many cores all workers share. Infinite: every worker has its own.
-    """
-
-    reached: float
-    negotiation: float
-    hop: float
-    step: dict[str, float]
-    megabyte: dict[str, float]
-    cores: float = math.inf
+    reached: float  # the share of the network's nominal speed
+    negotiation: float  # the time of one
+    hop: float  # the time of one
+    step: dict[str, float]  # {method: the processor's time} per step
+    megabyte: dict[str, float]  # the same per megabyte
+    cores: float = math.inf  # that all workers share; infinite: every worker has its own
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The setting in which a step is predicted.
+    """The setting in which a step is predicted."""
 
-    Attributes:
-        workers: n, at least 2; each node has a link of its own.
-        gbit: the link's nominal speed in Gbit/s.
-        compute: the time of one worker's forward and backward, in ms.
-        numel: N, the model's parameters, of 4 bytes.
-        rate, bits: N/k of compressing methods, and ScaleCom's bits; None: its defaults.
-        local_steps: H, for the methods with local steps.
-        per_node: workers in a node. A ring of all of them enters and leaves each node once.
-    """
-
-    workers: int
-    gbit: float
-    compute: float
-    numel: float = MEASURED_NUMEL
-    rate: float | None = None
-    bits: int | None = None
-    local_steps: int = 1
-    per_node: int = 1
+    workers: int  # n, at least 2; each node has a link of its own
+    gbit: float  # the link's nominal speed in Gbit/s
+    compute: float  # the time of one worker's forward and backward, in ms
+    numel: float = MEASURED_NUMEL  # N, the model's parameters, of 4 bytes
+    rate: float | None = None  # N/k of compressing methods; None: the default
+    bits: int | None = None  # of ScaleCom's values; None: the default
+    local_steps: int = 1  # H, for the methods with local steps
+    per_node: int = 1  # workers in a node, which a ring of all workers enters and leaves once
 
     @property
     def of_nodes(self) -> Setting:

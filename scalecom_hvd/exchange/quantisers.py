@@ -2,10 +2,9 @@
 
 A `Quantiser` turns values into bytes and back, however they were chosen. With it,
 methods/quantised_values.py exchanges values between ranks. Horovod sums nothing narrower than 16
-bits, so they are gathered, as long as that is less traffic. If values are gathered,
-each rank sends its k values of b bits n - 1 times. If they are summed, it sends values of 32 bits
-2 (n-1)/n times. So gathering is less traffic while n b < 64, where b includes the scales. Imports
-devices.
+bits, so they are gathered, as long as that is less traffic. Then each rank sends its k values of b
+bits n - 1 times; if they were summed, it would send values of 32 bits 2 (n-1)/n times. So gathering
+is less traffic while n b < 64, where b includes the scales. Imports devices.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -356,11 +356,6 @@ def unpack_levels(packed: torch.Tensor, bits: int) -> torch.Tensor:
 class BlockLayout:
     """How values of several tensors lie in blocks. Each tensor begins with a block of its own.
 
-    Args:
-        counts: how many values each tensor has.
-        block: how many values a block has.
-        device: the values' device.
-
     Attributes:
         lengths: (blocks,) how many values each block has.
     """
@@ -399,10 +394,8 @@ def _layout(counts: Sequence[int], block: int, device: torch.device) -> BlockLay
 
 
 @functools.lru_cache(maxsize=256)
-def _layout_on(
-    stream: int, counts: tuple[int, ...], block: int, device: torch.device
-) -> BlockLayout:
-    return BlockLayout(counts, block, device)
+def _layout_on(stream: int, *arguments: Any) -> BlockLayout:
+    return BlockLayout(*arguments)
 
 
 def generator(*numbers: int) -> torch.Generator:

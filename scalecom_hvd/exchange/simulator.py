@@ -1,9 +1,8 @@
 """n simulated workers in one process: the very same Exchange, with collectives in memory.
 
-Every rank is a thread, but only one runs at a time. It runs until it waits for another rank; then
-the next one goes on. So a run gives the same results every time. If ranks wait for something that
-nobody will ever submit, this is an error at once, never a hang. Collectives meet by name. Sums are
-made in the order of ranks.
+Every rank is a thread, but only one runs at a time, until it waits for another rank. So a run gives
+the same results every time. If ranks wait for something that nobody will ever submit, this is an
+error at once, never a hang. Collectives meet by name. Sums are made in the order of ranks.
 
 This is for studies with more workers than there are machines, and for tests. Imports local_steps,
 methods and the rooms below.
@@ -17,6 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,27 +36,20 @@ from scalecom_hvd.exchange.optimizer_gradients import StartsAlike
 from scalecom_hvd.schedule import Schedule
 
 Gradients = Mapping[str, torch.Tensor | None]
+# Makes the result from what all ranks brought. Returns None if what they brought now holds it.
 Combine = Callable[[list[torch.Tensor]], torch.Tensor | None]
-"""Makes the result from what all ranks brought. Returns None if what they brought now holds it."""
-Task = Callable[[], Any]
-"""What one rank has to do."""
+Task = Callable[[], Any]  # what one rank has to do
 
 
 class Meeting:
-    """One collective: what every rank brings to it.
-
-    Attributes:
-        brought: {rank: (what must be the same on all ranks, its tensor)}.
-        complete: whether all ranks have come.
-        error: why the collective then failed. None: it did not.
-        result: what `Combine` gave.
-    """
+    """One collective: what every rank brings to it."""
 
     def __init__(self) -> None:
+        # {rank: (what must be the same on all ranks, its tensor)}.
         self.brought: dict[int, tuple[tuple[object, ...], torch.Tensor]] = {}
-        self.complete = False
-        self.error: str | None = None
-        self.result: torch.Tensor | None = None
+        self.complete = False  # whether all ranks have come
+        self.error: str | None = None  # why the collective then failed
+        self.result: torch.Tensor | None = None  # what `Combine` gave
         # Points on the ranks' streams, if there are any: where what each brought is there, and
         # later where the result is.
         self._points: list[Point] = []
@@ -77,33 +70,25 @@ class Meeting:
 
     def finish(self, combine: Combine) -> None:
         """All ranks have come: make the result, or the error."""
-        ranks = sorted(self.brought)
-        first = self.brought[0][0]
-        different = [rank for rank in ranks if self.brought[rank][0] != first]
-        if different:
-            self.error = (
-                f"rank 0 submitted {first}, and rank {different[0]} {self.brought[different[0]][0]}"
-            )
+        brought = [self.brought[rank] for rank in sorted(self.brought)]
+        first = brought[0][0]
+        different = next((rank for rank, (what, _) in enumerate(brought) if what != first), None)
+        if different is not None:
+            self.error = f"rank 0 submitted {first}, and rank {different} {brought[different][0]}"
         else:
             for point in self._points:
                 point.let_stream_wait()
-            self.result = combine([self.brought[rank][1] for rank in ranks])
-            self._points = [Point(self.brought[0][1])]
+            self.result = combine([tensor for _, tensor in brought])
+            self._points = [Point(brought[0][1])]
         self.brought.clear()
         self.complete = True
 
 
 class Network:
-    """Where the simulated ranks meet, and which of them runs.
+    """Where n simulated ranks meet, and which of them runs.
 
     An exchange's thread for kernels may submit too, but never waits. So a lock guards the meetings,
     and nothing else.
-
-    Args:
-        n: how many ranks there are.
-
-    Attributes:
-        numbers: the Numbers of each rank's exchanges.
     """
 
     def __init__(self, n: int) -> None:
@@ -129,13 +114,9 @@ class Network:
             ).start()
 
     def run(self, functions: Sequence[Task]) -> list[Any]:
-        """Run a function on every rank.
+        """Run a function on every rank, and give what each returned.
 
-        Returns:
-            What each returned.
-
-        Raises:
-            Exception: the error of the first rank that had one. It ends the run on all ranks.
+        The error of the first rank that has one ends the run on all ranks, and is raised.
         """
         self._functions, self._results, self._failure = functions, [None] * self.n, None
         self._unfinished = self.n
@@ -218,8 +199,7 @@ class Network:
     def _who_waits(self) -> str:
         lines = []
         for name, meeting in sorted(self._meetings.items()):
-            waiting = [rank for rank, one in sorted(self._waiting.items()) if one is meeting]
-            if waiting:
+            if waiting := [rank for rank, one in sorted(self._waiting.items()) if one is meeting]:
                 missing = [rank for rank in range(self.n) if rank not in meeting.brought]
                 lines.append(f"ranks {waiting} wait for {name}, which {missing} have not submitted")
         return (
@@ -239,26 +219,26 @@ class Network:
             self._wake(list(self._waiting))
 
 
+@dataclass(frozen=True)
 class SimulatedWork:
-    """A collective that one simulated rank has submitted."""
+    """A collective to which one simulated rank has brought a tensor."""
 
-    def __init__(
-        self, network: Network, rank: int, meeting: Meeting, brought: torch.Tensor
-    ) -> None:
-        self._network, self._rank, self._meeting = network, rank, meeting
-        self._brought = brought
+    network: Network
+    rank: int
+    meeting: Meeting
+    brought: torch.Tensor
 
     def done(self) -> bool:
         """Whether all ranks have submitted it."""
-        return self._meeting.complete
+        return self.meeting.complete
 
     def wait(self) -> torch.Tensor:
         """Let other ranks run until they have submitted it too, and give the result.
 
         The result may be the tensor that was brought.
         """
-        self._network.wait(self._rank, self._meeting)
-        return self._meeting.take(self._brought)
+        self.network.wait(self.rank, self.meeting)
+        return self.meeting.take(self.brought)
 
 
 class SimulatedCollectives:
@@ -268,8 +248,7 @@ class SimulatedCollectives:
         network: where the ranks meet.
         position: this rank's position.
         sums: whether `all_reduce` gives sums.
-        predivide: the number by which values are divided before they are summed: Horovod's
-            gradient_predivide_factor.
+        predivide: Horovod's gradient_predivide_factor.
     """
 
     elastic = False
@@ -403,22 +382,12 @@ class Simulation:
         self.exchanges: list[Exchange] = []
         self.locals: list[LocalSteps] = []
         ranks = zip(self.parameters, self.compressors, self.collectives, strict=True)
-        for parameters, method, collectives in ranks:
+        more: dict[str, Any] = {"outer": outer, "overlap": overlap, "clip_changes": clip_changes}
+        for who in ranks:
             if local_steps is None:
-                exchange = Exchange(
-                    parameters, method, collectives, Options(groups), face=StartsAlike(parameters)
-                )
+                exchange = Exchange(*who, Options(groups), face=StartsAlike(who[0]))
             else:
-                local = LocalSteps(
-                    parameters,
-                    method,
-                    collectives,
-                    Schedule(local_steps, fragments),
-                    groups,
-                    outer=outer,
-                    overlap=overlap,
-                    clip_changes=clip_changes,
-                )
+                local = LocalSteps(*who, Schedule(local_steps, fragments), groups, **more)
                 self.locals.append(local)
                 exchange = local.exchange
             self.exchanges.append(exchange)
@@ -446,9 +415,8 @@ class Simulation:
         """
         n = self.network.n
         orders = [list(reversed(self.parameters[0]))] * n if order is None else order
-        averages = self._run(
-            [functools.partial(self._step, rank, grads[rank], orders[rank]) for rank in range(n)]
-        )
+        steps = zip(range(n), grads, orders, strict=True)
+        averages = self._run([functools.partial(self._step, *step) for step in steps])
         for rank, name in itertools.product(range(1, n), averages[0]):
             if not _are_same(averages[0][name], averages[rank][name]):
                 raise RuntimeError(

@@ -89,10 +89,7 @@ class ScaleCom(methods.ScaleCom):
         super().rejoin()
 
     def _serve_horovod(self) -> None:
-        """Attach to the parameters given to this object, unless it serves an optimizer already.
-
-        Needs Horovod to be running.
-        """
+        """Attach to the parameters given to this object, unless it serves an optimizer already."""
         if self.run.averager is not None:
             return
         for asked, what in (

@@ -32,19 +32,14 @@ _ANEW = 10**7
 
 
 class News(NewGradients):
-    """What ranks say about one optimizer's gradients. For the arguments, see NewGradients.
-
-    Attributes:
-        channel: the other ranks, for what is said in hooks. It is set when ranks have agreed. None:
-            they have not agreed yet.
-        unused: knows which averages the script has thrown away.
-    """
+    """What ranks say about one optimizer's gradients. For the arguments, see NewGradients."""
 
     def __init__(
         self, collectives: Collectives, names: Names, parameters: Mapping[str, torch.Tensor]
     ) -> None:
         super().__init__(collectives, names, parameters)
         self.unused = UnusedAverages(parameters, calls_hooks=True)
+        # The other ranks, for what is said in hooks. None until ranks have agreed.
         self.channel: Collectives | None = None
         self._work: Work | None = None
         self._told = self._signalled = False
@@ -55,13 +50,7 @@ class News(NewGradients):
             self._told, self._work = True, self._share(1, _NAME)
 
     def ask(self, fresh: bool) -> bool:
-        """Whether any rank has news.
-
-        If this rank has none, this waits for all ranks, so hooks do not call it.
-
-        Args:
-            fresh: whether this rank has news.
-        """
+        """Whether any rank has news. If this rank (`fresh`) has none, this waits for all ranks."""
         if fresh:
             self.tell()
         if self._told:  # perhaps in a step that this rank has given up since
@@ -70,18 +59,16 @@ class News(NewGradients):
         return bool(self._share(0, _NAME).wait())
 
     def signal(self, changed: bool, agreed: bool) -> tuple[bool, bool]:
-        """Tell all ranks how this one stands, before their gradients are averaged.
+        """Tell all ranks how this one stands, before gradients are averaged, and wait for all.
 
-        Waits for all ranks. Each rank calls this once after `tell` or `ask`. A rank that gave up
-        its step calls it too: that is how the others learn of it.
+        A rank that gave up its step calls it too: that is how the others learn of it.
 
         Args:
             changed: whether gradients were changed while they were being averaged.
             agreed: whether this rank still holds to what ranks agreed on.
 
         Returns:
-            Whether some rank's gradients were changed, and whether all ranks still hold to what
-            they agreed on.
+            Whether some rank's gradients were changed, and whether all ranks still agree.
         """
         work = self._share(float(changed) + (0 if agreed else _ANEW), "agreement.signal")
         self._signalled = True
@@ -113,8 +100,5 @@ class News(NewGradients):
             self._told, self._signalled, self._work = False, False, None
 
     def meet(self, channel: Collectives | None) -> None:
-        """Use a channel on which ranks, which have agreed, have said nothing yet.
-
-        None: they have to agree anew, for example because they were started anew.
-        """
+        """Use a channel on which ranks have said nothing yet. None: they have to agree anew."""
         self.channel, self._told, self._signalled, self._work = channel, False, False, None

@@ -1,11 +1,10 @@
 """ScaleCom in Horovod's own DistributedOptimizer, with one all-reduce for each tensor.
 
-Horovod calls `compress` for every gradient, in any order. Some of these calls come from hooks, in
-which a rank must not wait: ranks may miss different gradients, so a rank that waits in a hook for a
-broadcast may wait forever. So this module uses look-ahead. When the last result of a step has come,
-the next leader's offsets are broadcast, all in one. They are needed when the next step's first
-gradient comes. By then every rank has submitted the broadcast, without waiting for another rank's
-hooks. The first step is sent whole, because no offsets are known yet.
+Horovod calls `compress` for every gradient, in any order, and in part from hooks. In a hook a rank
+must not wait: ranks may miss different gradients, so it may wait forever. So this module uses
+look-ahead. When the last result of a step has come, the next leader's offsets are broadcast, all in
+one. They are needed when the next step's first gradient comes. By then every rank has submitted the
+broadcast. The first step is sent whole, because no offsets are known yet.
 
 Here Horovod does the averaging, in the dtype of what it is given. So few-bit integers travel in
 float32 (float_words.py).
@@ -37,12 +36,7 @@ from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Collectives, Work, finished, gather_objects
 from scalecom_hvd.exchange.gradients import any_of, wide_dtype
-from scalecom_hvd.exchange.new_gradients import (
-    CHANGED,
-    Found,
-    Mark,
-    judge,
-)
+from scalecom_hvd.exchange.new_gradients import CHANGED, Found, Mark, judge
 from scalecom_hvd.exchange.residue import CompressedTensor
 from scalecom_hvd.exchange.run import Averager
 from scalecom_hvd.schedule import leader
@@ -74,11 +68,11 @@ class Ahead:
 
     def of(self, tensor: CompressedTensor) -> dict[str, torch.Tensor]:
         """A tensor's next choice: {"offsets": (k,)}, and for integers "scales" (blocks,)."""
-        offsets = self.buffer[self.layout.offsets[tensor.name]].view(tensor.offset_dtype)
-        if not tensor.levels:
-            return {"offsets": offsets}
-        scales = self.buffer[self.layout.scales[tensor.name]].view(torch.float32)
-        return {"offsets": offsets, "scales": scales}
+        layout, name = self.layout, tensor.name
+        found = {"offsets": self.buffer[layout.offsets[name]].view(tensor.offset_dtype)}
+        if tensor.levels:
+            found["scales"] = self.buffer[layout.scales[name]].view(torch.float32)
+        return found
 
 
 class PerTensor(Averager):
@@ -313,8 +307,8 @@ class PerTensor(Averager):
 
     def _begin_step(self) -> None:
         self.complete_state()
-        residues, size = self._residues, self.collectives.size
-        if residues.note_ranks(size, self.collectives.position):
+        residues = self._residues
+        if residues.note_ranks(self.collectives.size, self.collectives.position):
             # New ranks have no offsets, and a rank must not wait for offsets here. So no rank uses
             # its own.
             self._run.begin_equal_state_anew()
@@ -493,22 +487,16 @@ class PerTensor(Averager):
     def _name_of(self, grad: torch.Tensor) -> str:
         """Which parameter's gradient this is: Horovod does not say, but passes p.grad itself."""
         position = len(self._seen) if self._pending else 0
-        if (
-            position < len(self._usual_order)
-            and self._parameters[self._usual_order[position]].grad is grad
-        ):
-            return self._usual_order[position]
-        for name, parameter in self._parameters.items():
-            if parameter.grad is grad:
+        for name in (*self._usual_order[position : position + 1], *self._parameters):
+            if self._parameters[name].grad is grad:
                 return name
         # sparse_as_dense: a dense copy of a sparse p.grad
+        seen = self._seen if self._pending else ()
         candidates = [
             name
             for name, p in self._parameters.items()
-            if p.grad is not None
-            and p.grad.is_sparse
-            and p.shape == grad.shape
-            and not (self._pending and name in self._seen)
+            if p.grad is not None and p.grad.is_sparse
+            if p.shape == grad.shape and name not in seen
         ]
         if len(candidates) == 1:
             return candidates[0]
