@@ -67,9 +67,8 @@ class Monitor:
         tensorboard: FilePath | None = None,
         writer: Any = None,
     ) -> None:
-        self._source: Any = source
-        if not hasattr(source, "stats"):
-            self._source = getattr(source, "compression", None)
+        has_stats = hasattr(source, "stats")
+        self._source: Any = source if has_stats else getattr(source, "compression", None)
         if not hasattr(self._source, "stats"):
             raise TypeError(
                 f"monitor: {type(source).__name__} has no stats() to write. Give an optimizer that "

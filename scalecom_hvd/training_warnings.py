@@ -167,32 +167,28 @@ def keep_growing(residues: Sequence[Any], gradients: Sequence[Any], limit: float
 
 
 def ratio_of(norms: ArrayLike) -> float | None:
-    """|waiting| at the last look, divided by the largest |g| of the last three looks.
+    """|waiting| at the last look by the largest |g| of three; None before any, or if all are zero.
 
-    norms: of what waited at these looks, and of gradients (2, 3). The ratio is None before the
-    first look, and if all gradients were zero.
+    norms: of what waited at these looks, and of gradients (2, 3).
     """
     waiting, gradients = np.asarray(norms)
     return float(waiting[-1] / max(gradients)) if max(gradients) > 0 else None
 
 
 class Health:
-    """Compares what waits, m / beta, with gradients over a run, and watches for skipped steps.
-
-    Attributes:
-        norms: of what waited at the last three looks, and of gradients; 0 if there was no look.
-            They are saved with residues. With only one look, a batch that the model fits, with tiny
-            gradients, would be taken for residues that grew.
-    """
+    """Compares what waits, m / beta, with gradients over a run, and watches for skipped steps."""
 
     def __init__(self) -> None:
+        # Of what waited at the last three looks, and of gradients; 0 if there was no look. They are
+        # saved with residues. With only one look, a batch that the model fits, with tiny gradients,
+        # would be taken for residues that grew.
         self.norms = [[0.0] * 3, [0.0] * 3]
         self._warned = False
         self._skips = 0
 
     @property
     def ratio(self) -> float | None:
-        """|waiting| at the last look by the largest |g| of the last three; None before any look."""
+        """See ratio_of."""
         return ratio_of(self.norms)
 
     def skip(self, step: int, whose: str = "some rank") -> None:
@@ -220,8 +216,7 @@ class Health:
 
         Args:
             step: its number.
-            residues: the norm of what waits, all residues divided by beta.
-            gradients: the norm of the gradients.
+            residues, gradients: the norms of what waits (residues / beta), and of the gradients.
             limit: as growth_limit gives it.
         """
         self.norms = [[*self.norms[0][1:], residues], [*self.norms[1][1:], gradients]]
