@@ -23,6 +23,7 @@ __all__ = [
     "halve_gradient",
     "loss",
     "make_model",
+    "on_some_rank",
     "parameters",
     "same_on_all_ranks",
 ]
@@ -145,6 +146,13 @@ def assert_nothing_is_lost(model, compressor, came_in, divisor=1, process_set=No
             err_msg=name,
         )
         assert sent.any() == np.any(came_in[name]), name
+
+
+def on_some_rank(fact) -> bool:
+    """Whether `fact` is true on some rank. All ranks ask together."""
+    from faces import hvd
+
+    return bool(hvd.allreduce(torch.tensor(float(fact)), op=hvd.Sum, name="on_some_rank"))
 
 
 def same_on_all_ranks(tensors) -> bool:

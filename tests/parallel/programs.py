@@ -47,7 +47,7 @@ def run_random_programs(check, on_some_rank, most):
     """Draw programs and check them.
 
     check: runs a Program, and raises if something goes wrong.
-    on_some_rank: whether a fact is true on some rank. All ranks ask, so that none stops by itself.
+    on_some_rank: says whether a fact is true on some rank, so that none stops by itself.
     most: how many programs are drawn if FUZZ_SECONDS is not given.
     """
     begun, seed = time.monotonic(), FIRST_SEED

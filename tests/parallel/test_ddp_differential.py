@@ -3,18 +3,12 @@
 All of them train the same model. If everything is chosen, the parameters are those of plain DDP. At
 a rate of 10 they are equal on all ranks. In both cases nothing is lost: what came into averages and
 did not come out is in the residues. With the optimizer, gradients are changed at the end between
-backward() and step(). All ranks refuse that, and go on.
-
-FUZZ_SEED chooses the first program, and FUZZ_SECONDS how long programs are drawn. By default as
-many are drawn as fit into some seconds, but at most PROGRAMS. A program that fails is printed, and
-its seed draws it again.
+backward() and step(). All ranks refuse that, and go on. See programs.py.
 """
 
 import contextlib
 import functools
 import logging
-import os
-import random
 import time
 
 import pytest
@@ -22,18 +16,13 @@ import torch
 import torch.distributed as dist
 from devices import DEVICE
 from made_up import EVERYTHING, SOME
-from models import same_on_all_ranks
+from models import halve_gradient, on_some_rank, same_on_all_ranks
+from programs import METHODS, for_method, limited, run_random_programs
 from test_ddp_hook import ALL, Net, batch, hooked, taken_by
 from test_torch_changed_gradients import CHANGES, refuses
 from torch import nn
 
 from scalecom_hvd import ddp
-
-SECONDS = float(os.environ.get("FUZZ_SECONDS", 8))
-PROGRAMS = None if "FUZZ_SECONDS" in os.environ else 12
-
-
-OTHER_METHODS = ("ECQSGD", "GTopK", "GlobalTopK", "LocalTopK", "RandomK")
 
 
 class InDouble(nn.Module):
@@ -47,32 +36,30 @@ class InDouble(nn.Module):
         return self.layer(x.double()).float()
 
 
-def draw(seed):
-    """A program, the same on every rank."""
-    dice = random.Random(seed)
-    ranks = range(dist.get_world_size())
+def draw(program):
+    choose, happens, ranks = program.choose, program.happens, range(dist.get_world_size())
     steps = [
         {
-            "micro": dice.choice([0, 0, 1, 2]),
-            "backwards": dice.choice([1, 1, 1, 2]),
-            "head": dice.choice(["both", "both", 0, "by rank"]),
-            "twice": dice.random() < 0.3,
-            "checkpointed": dice.random() < 0.3,
-            "clip": dice.choice([None, None, 0.1]),
-            "overflow": dice.choice([None] * 5 + [0, 1]),
-            "to_none": dice.random() < 0.5,
-            "evaluates": dice.random() < 0.2,
-            "saves": dice.random() < 0.2,
-            "late": dice.choice([None, None, 0, 1]),
-            "attack": dice.random() < 0.15,
-            "sharp": dice.choice([None, None, None, None, "averaged", "alone"]),
-            "newcomer": dice.random() < 0.15,
-            "penalty": dice.random() < 0.2,
-            "halve": dice.choice([[], [], [], list(ranks), [ranks[-1]]]),
+            "micro": choose([0, 0, 1, 2]),
+            "backwards": choose([1, 1, 1, 2]),
+            "head": choose(["both", "both", 0, "by rank"]),
+            "twice": happens(0.3),
+            "checkpointed": happens(0.3),
+            "clip": choose([None, None, 0.1]),
+            "overflow": choose([None] * 5 + [0, 1]),
+            "to_none": happens(0.5),
+            "evaluates": happens(0.2),
+            "saves": happens(0.2),
+            "late": choose([None, None, 0, 1]),
+            "attack": happens(0.15),
+            "sharp": choose([None, None, None, None, "averaged", "alone"]),
+            "newcomer": happens(0.15),
+            "penalty": happens(0.2),
+            "halve": choose([[], [], [], list(ranks), [ranks[-1]]]),
         }
-        for _ in range(dice.randint(3, 6))
+        for _ in range(choose([3, 4, 5, 6]))
     ]
-    if dice.random() < 0.5:
+    if happens(0.5):
         steps = [steps[0] | {"late": step["late"]} for step in steps]
     # No program is drawn that DDP refuses in some of its modes.
     unused = any(step["head"] != "both" for step in steps)
@@ -87,31 +74,29 @@ def draw(seed):
             step["penalty"] = False
         if step["halve"]:  # if ranks differ, it matters whether they averaged before
             step["backwards"] = 1
-    method = dice.choice(("ScaleCom",) * len(OTHER_METHODS) + OTHER_METHODS)
+    method = choose(METHODS)
     settings = {
-        "lookahead": dice.random() < 0.5,
-        "leader": dice.choice(["cyclic", "staggered"]),
-        "bucket_bytes": dice.choice([3000, 8000, 10**7]),
-        "warmup_steps": dice.choice([0, 0, 2]),
+        "lookahead": happens(0.5),
+        "leader": choose(["cyclic", "staggered"]),
+        "bucket_bytes": choose([3000, 8000, 10**7]),
+        "warmup_steps": choose([0, 0, 2]),
     }
-    unknown = {*ddp.ScaleCom.uses} - {*getattr(ddp, method).uses}
-    settings = {name: value for name, value in settings.items() if name not in unknown}
     changes = [name for name in CHANGES if name != "mask"]
     return {
         "steps": steps,
-        "momentum": dice.choice([0.0, 0.9]),
-        "two_dtypes": dice.random() < 0.5,
+        "momentum": choose([0.0, 0.9]),
+        "two_dtypes": happens(0.5),
         "of_ddp": {
             "find_unused_parameters": unused,
-            "gradient_as_bucket_view": dice.random() < 0.5,
+            "gradient_as_bucket_view": happens(0.5),
             "static_graph": static,
-            "bucket_cap_mb": dice.choice([0.003, 0.01, 25]),
+            "bucket_cap_mb": choose([0.003, 0.01, 25]),
         },
         "method": method,
-        "settings": settings,
+        "settings": for_method(getattr(ddp, method), settings),
         # Only for ScaleCom at rate 10: nothing else gives what rounded integers give.
-        "integers": dice.choice([{"bits": 32}, {"warmup_rate": dice.choice([1, 4])}]),
-        "change": (dice.choice(changes), dice.choice([list(ranks), [dice.choice(ranks)]])),
+        "integers": choose([{"bits": 32}, {"warmup_rate": choose([1, 4])}]),
+        "change": (choose(changes), choose([list(ranks), [choose(ranks)]])),
     }
 
 
@@ -351,11 +336,9 @@ def gradient_of(parameter):
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
 
 
-def halve_gradient(parameter):
-    parameter.grad.mul_(0.5)
-
-
 def hold(program, caplog):
+    program = program.note(draw(program))
+
     def run(sent, by_optimizer=False):
         caplog.clear()
         one = Run(program, sent, by_optimizer, lambda: [r.getMessage() for r in caplog.records])
@@ -383,20 +366,8 @@ def compare(everything, plain, few):
     assert all(p.isfinite().all() for p in few)
 
 
-@pytest.mark.timeout(SECONDS + 60, method="thread")
+@limited
 def test_random_programs(caplog):
     caplog.set_level(logging.WARNING, "scalecom_hvd")
     torch.optim.SGD([nn.Parameter(torch.zeros(1))]).step()  # warnings need an optimizer that steps
-    first, begun, number = int(os.environ.get("FUZZ_SEED", "0")), time.monotonic(), 0
-    while number != PROGRAMS:
-        enough = torch.tensor(float(time.monotonic() > begun + SECONDS))
-        dist.broadcast(enough, 0)  # rank 0's clock decides
-        if enough:
-            break
-        program = draw(first + number)
-        try:
-            hold(program, caplog)
-        except BaseException as error:
-            raise AssertionError(f"FUZZ_SEED={first + number} fails: {program}") from error
-        number += 1
-    print(f"programs {first} to {first + number - 1}")
+    run_random_programs(lambda program: hold(program, caplog), on_some_rank, most=12)

@@ -2,68 +2,62 @@
 
 If everything is chosen, the parameters are those of plain FSDP2 on the same mesh. At a rate of 6
 they are equal on all ranks, and nothing is lost: what came into averages and did not come out is in
-the residues. FUZZ_SEED chooses the first program, and FUZZ_SECONDS how long programs are drawn.
+the residues. See programs.py.
 """
 
 import copy
 import io
-import os
-import random
-import time
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from devices import DEVICE
-from models import same_on_all_ranks
+from models import on_some_rank, same_on_all_ranks
+from programs import Program, limited, run_random_programs
 from test_ddp_sharded import Net, loss, make_mesh, shard, whole
 from torch import nn
 
-from scalecom_hvd.ddp import DistributedOptimizer, LocalTopK, RandomK, ScaleCom
-
-SECONDS = float(os.environ.get("FUZZ_SECONDS", 8))
-PROGRAMS = None if "FUZZ_SECONDS" in os.environ else 8
+from scalecom_hvd import ddp
 
 
 class Interrupted(Exception):
     pass
 
 
-def draw(seed):
-    """A program, the same on every rank."""
-    dice = random.Random(seed)
+def draw(program):
+    choose, happens = program.choose, program.happens
     steps = [
         {
-            "micro": dice.choice([1, 1, 1, 2, 3]),
-            "way": dice.choice(["no sync", "sums of shards", "passes"]),
-            "twice": dice.random() < 0.25,
-            "extra": dice.random() < 0.75,
-            "checkpointed": dice.random() < 0.25,
-            "clip": dice.choice([None, None, 0.05]),
-            "overflow": dice.choice([None] * 5 + list(range(dist.get_world_size()))),
-            "to_none": dice.random() < 0.6,
-            "evaluates": dice.choice([None] * 4 + ["before", "between", "after"]),
-            "forward": dice.choice([None] * 5 + ["alone", "that fails"]),
-            "saves": dice.random() < 0.2,
-            "looks": dice.random() < 0.2,
+            "micro": choose([1, 1, 1, 2, 3]),
+            "way": choose(["no sync", "sums of shards", "passes"]),
+            "twice": happens(0.25),
+            "extra": happens(0.75),
+            "checkpointed": happens(0.25),
+            "clip": choose([None, None, 0.05]),
+            "overflow": choose([None] * 5 + list(range(dist.get_world_size()))),
+            "to_none": happens(0.6),
+            "evaluates": choose([None] * 4 + ["before", "between", "after"]),
+            "forward": choose([None] * 5 + ["alone", "that fails"]),
+            "saves": happens(0.2),
+            "looks": happens(0.2),
         }
-        for _ in range(dice.randint(3, 7))
+        for _ in range(choose([3, 4, 5, 6, 7]))
     ]
     return {
         "steps": steps,
-        "frozen": dice.choice([None, None, "body", "first"]),
-        "momentum": dice.choice([0.0, 0.9]),
-        "reshard": dice.choice([True, False, None]),
-        "double": dice.random() < 0.8,
-        "method": dice.choice(["ScaleCom", "ScaleCom", "ScaleCom", "LocalTopK", "RandomK"]),
-        "settings": {"bucket_bytes": dice.choice([1000, 4000, 10**7])},
+        "frozen": choose([None, None, "body", "first"]),
+        "momentum": choose([0.0, 0.9]),
+        "reshard": choose([True, False, None]),
+        "double": happens(0.8),
+        "method": choose(["ScaleCom", "ScaleCom", "ScaleCom", "LocalTopK", "RandomK"]),
+        "settings": {"bucket_bytes": choose([1000, 4000, 10**7])},
         "of_scalecom": {
-            "lookahead": dice.random() < 0.5,
-            "leader": dice.choice(["cyclic", "staggered"]),
-            "warmup_steps": dice.choice([0, 0, 2]),
-            "nu": dice.choice([None, 1, 1]),
-            **dice.choice([{}, {"bits": 3}]),
+            "lookahead": happens(0.5),
+            "leader": choose(["cyclic", "staggered"]),
+            "warmup_steps": choose([0, 0, 2]),
+            "nu": choose([None, 1, 1]),
+            **choose([{}, {"bits": 3}]),
         },
     }
 
@@ -97,12 +91,9 @@ class Run:
                 if rate == 1:
                     own = {k: v for k, v in own.items() if k != "bits"}
                 settings |= own
-            method = {"ScaleCom": ScaleCom, "LocalTopK": LocalTopK, "RandomK": RandomK}
-            optimizer = DistributedOptimizer(
-                optimizer,
-                trained.items(),
-                compression=method[program["method"]](**settings),
-                mesh=make_mesh(),
+            method = getattr(ddp, program["method"])(**settings)
+            optimizer = ddp.DistributedOptimizer(
+                optimizer, trained.items(), compression=method, mesh=make_mesh()
             )
         self.optimizer = optimizer
 
@@ -228,27 +219,6 @@ class Run:
                 assert total.abs().max() < 2e-5, name
 
 
-@pytest.mark.timeout(300)
-def test_random_programs():
-    first = int(os.environ.get("FUZZ_SEED", 0))
-    until, done = time.time() + SECONDS, 0
-    while True:
-        goes_on = [time.time() < until and done != PROGRAMS]
-        dist.broadcast_object_list(goes_on)
-        if not goes_on[0]:
-            break
-        seed = first + done
-        program = draw(seed)
-        try:
-            check(program)
-        except BaseException as error:
-            error.add_note(f"FUZZ_SEED={seed}: {program}")
-            raise
-        done += 1
-    print(done, "programs")
-    assert done
-
-
 def check(program):
     torch.manual_seed(1)
     plain, chosen = Run(program, None), Run(program, 1)
@@ -263,10 +233,16 @@ def check(program):
     compressed.check_nothing_is_lost()
 
 
+@limited
+def test_random_programs():
+    run_random_programs(lambda program: check(program.note(draw(program))), on_some_rank, most=8)
+
+
 def test_a_gradient_that_is_reduced_in_two_parts_is_not_lost():
     """A module that is called twice, after a pass without synchronisation, has such a gradient."""
-    one = {**draw(0)["steps"][0], "micro": 1, "way": "no sync", "twice": False, "overflow": None}
+    program = draw(Program(0))
+    one = {**program["steps"][0], "micro": 1, "way": "no sync", "twice": False, "overflow": None}
     one |= {"evaluates": None, "forward": None, "saves": False, "extra": True}
     twice = one | {"micro": 2, "twice": True}
-    program = draw(0) | {"steps": [one, twice, twice], "frozen": None, "method": "ScaleCom"}
+    program |= {"steps": [one, twice, twice], "frozen": None, "method": "ScaleCom"}
     check(program | {"of_scalecom": {"lookahead": True}})

@@ -19,6 +19,7 @@ import math
 
 import torch
 from local_models import Plain, Twice, copy_into, lbfgs, values_of
+from models import on_some_rank
 from programs import limited, run_random_programs
 
 import scalecom_hvd.torch as hvd
@@ -567,10 +568,6 @@ def check(program):
         training = choose(trainings)
         program.note(f"{trainings.index(training)}:")
         training.line(choose(RULES))
-
-
-def on_some_rank(fact):
-    return bool(hvd.allreduce(torch.tensor(float(fact)), op=hvd.Sum, name="fuzz.on_some_rank"))
 
 
 @limited
