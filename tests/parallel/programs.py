@@ -34,8 +34,9 @@ class Program:
         return self.dice.random() < probability
 
     def note(self, line):
-        """Add a line to what is printed of this program. Return it."""
+        """Add a line to this program, print it in case that ranks wait for ever, and return it."""
         self.lines.append(line)
+        print(line, flush=True)
         return line
 
     def number(self):

@@ -571,7 +571,6 @@ def check(program, own, caplog):
     own: this rank's own process set.
     """
     script, expected = Script(program), None
-    print(program, flush=True)
     ways = [(library, sent) for sent in (EVERYTHING, SOME) for library in (hvd, stock)]
     for library, sent in ((stock, None), *ways):
         kind = f"{library.__name__}, {sent}"
