@@ -70,18 +70,12 @@ SPARE = (
     Mark("#999933", "<", (0, (8, 2))),
     *reversed(MARKS.values()),
 )
-# Other names of the same methods in the project's parts.
-OTHERS = {
-    "dense": ["sent whole"],
-    "ScaleCom": ["ScaleCom cyclic", "ScaleCom staggered", "the defaults"],
-    "ScaleCom look-ahead": ["ScaleCom, look-ahead", "with look-ahead"],
-    "local top-k": ["LocalTopK", "local top-k, rate 100"],
-    "random-k": ["RandomK"],
-    "gTop-k": ["GTopK"],
-    "global top-k": ["GlobalTopK"],
-    "PowerSGD": ["PowerSGD, rank 2"],
+# Other names of the same methods in docs/*.csv.
+SAME = {
+    "ScaleCom cyclic": "ScaleCom",
+    "the defaults": "ScaleCom",
+    "local top-k, rate 100": "local top-k",
 }
-SAME = {other: name for name, others in OTHERS.items() for other in others}
 # The parts of a step.
 PARTS = {
     "compute": Mark(LIGHT),

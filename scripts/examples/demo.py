@@ -2,9 +2,8 @@
 
 The models are a ResNet on handwritten digits, in PyTorch and in Keras, and an LSTM on source code.
 The demo starts train_image.py, train_keras.py and train_char_lm.py by `horovodrun -np 2` over MPI,
-and the first by torchrun too. It shows their progress, prints a table, and writes demo/results.json
-and demo/curves.png. It needs no download. Run it with the Python of the environment that holds
-Horovod.
+and the first by torchrun too. It prints a table, and writes demo/results.json and demo/curves.png.
+It needs no download. Run it with the Python of the environment that holds Horovod.
 
 `make demo-torch` is --torch-alone: it trains the ResNet only, by torchrun, with the Python of an
 environment that needs no Horovod.
@@ -17,14 +16,11 @@ import dataclasses
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
 
@@ -33,7 +29,6 @@ import pictures
 
 SCRIPTS = Path(__file__).resolve().parent
 METHODS = {"none": "dense", "scalecom": "ScaleCom", "torchrun": "ScaleCom, torchrun"}
-BAR = "{desc} {percentage:3.0f}%|{bar:30}| {elapsed}{postfix}"
 ACC9 = ("acc9", "accuracy over nine shifts, %", 100.0)
 NOTE = """
 {} ranks on this machine. The ratio is that of the whole model: tensors under 2048 elements are sent
@@ -60,7 +55,7 @@ class Task:
     methods: tuple[str, ...] = ("none", "scalecom")
 
 
-RESNET = "--dataset digits --model resnet --lr 0.05"
+RESNET = "--model resnet --lr 0.05"
 TORCH_ALONE = Task("digits", "ResNet on digits", "train_image.py", RESNET, 600, *ACC9)
 KERAS = Task(
     "keras", "Keras ResNet on digits", "train_keras.py", "--loop fit --lr 0.025", 600, *ACC9
@@ -110,42 +105,22 @@ def run(task: Task, method: str, args: argparse.Namespace) -> dict[str, Any]:
     launcher = "torchrun" if args.torch_alone or method == "torchrun" else "horovodrun"
     command = launch.command(launcher, args.ranks, program)
 
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=launch.environment()
-        )
-        try:
-            follow(process, metrics, f"{task.title}, {METHODS[method]}", steps)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-        if process.returncode != 0:
-            output.seek(0)
-            sys.stderr.write(output.read().decode(errors="replace"))
-            failed = f"this run failed with exit status {process.returncode}"
-            sys.exit(f"\n{failed}: {' '.join(command)}")
-    return result(task, method, steps, args.ranks, read_events(metrics))
-
-
-def follow(process: subprocess.Popen, metrics: Path, title: str, steps: int) -> None:
-    """Show a progress bar, fed by the metrics file, until the run ends."""
-    with tqdm(total=steps, desc=f"{title:>36}", bar_format=BAR) as bar:
-        ended = False
-        while not ended:
-            ended = process.poll() is not None
-            trained = [event for event in read_events(metrics) if event["event"] == "train"]
-            if trained:
-                bar.set_postfix_str(f"loss {trained[-1]['loss']:.3f}", refresh=False)
-                bar.n = trained[-1]["step"]
-            bar.refresh()
-            time.sleep(0 if ended else 0.5)
-
-
-def read_events(metrics: Path) -> list[dict[str, Any]]:
-    """The file's complete lines."""
-    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    print(f"{task.title}, {METHODS[method]}: {steps} steps", flush=True)
+    done = subprocess.run(
+        command,
+        env=launch.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    if done.returncode != 0:
+        sys.stderr.write(done.stdout)
+        failed = f"this run failed with exit status {done.returncode}"
+        sys.exit(f"\n{failed}: {' '.join(command)}")
+    events = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return result(task, method, steps, args.ranks, events)
 
 
 def result(

@@ -6,8 +6,8 @@
     python scripts/examples/train_char_lm.py --steps 200      (one process, to try things out)
 
 Without --text-dir the text is the source of Python's own standard library, which is on every
-machine. An example to copy: `train` is all of it. The metric is bits per character on files that
-were held out.
+machine. The metric is bits per character on files that were held out. training_torch.py has the
+loop.
 """
 
 from __future__ import annotations
@@ -37,62 +37,35 @@ SYMBOLS = len(ALPHABET) + 1
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train as the options say; returns the run's summary."""
     text = load_text(args.text_dir)
-
     torch.manual_seed(args.seed)
     device = training_torch.device()
     model = MODELS[args.model]().to(device)
-    optimizer = hvd.DistributedOptimizer(
-        training_torch.optimizer_from(args, model.parameters()),
-        named_parameters=model.named_parameters(),
-        compression=training.compression_from(args, training_torch.shapes_of(model), hvd),
-    )
-    first_step = training_torch.begin(args, model, optimizer)
-    title = f"text {args.model} {args.compression}"
-    log = training_torch.run_log(args, title, first_step, optimizer)
 
-    def test() -> dict[str, float]:
-        return evaluate(model, text.held_out)
-
-    def save(step: int) -> None:
-        training_torch.save_checkpoint(args.checkpoint_dir, step, model, optimizer)
-
-    for step in log.steps():
+    def loss_of(step: int) -> torch.Tensor:
         # Windows start anywhere in the text, so the random choice already deals different windows
         # to the ranks.
         random = training_torch.generator(args.seed, step, hvd.rank())
         starts = torch.randint(len(text.train) - WINDOW, (args.batch_size,), generator=random)
+        return cross_entropy(model, windows_at(text.train, starts).to(device))
 
-        model.train()
-        optimizer.zero_grad()
-        loss = cross_entropy(model, windows_at(text.train, starts).to(device))
-        loss.backward()
-        lr = training_torch.apply_gradients(args, optimizer, step)
-        log.step_done(step, loss, lr, test, save)
-    return training_torch.end(log, args, model, optimizer)
+    def evaluate() -> dict[str, float]:
+        """Over windows spread evenly over the held-out text."""
+        starts = torch.linspace(0, len(text.held_out) - WINDOW - 1, TEST_WINDOWS).long()
+        mine = starts[hvd.rank() :: hvd.size()]
+        total = sum(
+            float(cross_entropy(model, windows_at(text.held_out, part).to(device))) * len(part)
+            for part in mine.split(100)
+        )
+        name = "bits_per_character"
+        return {name: training_torch.ratio_over_ranks(total / math.log(2), len(mine), name)}
+
+    title = f"text {args.model} {args.compression}"
+    return training_torch.train(args, title, model, loss_of, evaluate)
 
 
 def cross_entropy(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
     """Mean over all characters but each window's first, in nats. windows: (batch, WINDOW + 1)."""
     return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, held_out: torch.Tensor) -> dict[str, float]:
-    """{"bits_per_character"} over windows spread evenly over the held-out text.
-
-    Each rank does its share.
-    """
-    device = training_torch.device()
-    training_torch.share_buffers(model)
-    model.eval()
-    starts = torch.linspace(0, len(held_out) - WINDOW - 1, TEST_WINDOWS).long()
-    mine = starts[training.my_share(TEST_WINDOWS, hvd)]
-    total = sum(
-        float(cross_entropy(model, windows_at(held_out, part).to(device))) * len(part)
-        for part in mine.split(100)
-    )
-    name = "bits_per_character"
-    return {name: training_torch.ratio_over_ranks(total / math.log(2), len(mine), name)}
 
 
 # --------------------------------------------------------------------------------------------------

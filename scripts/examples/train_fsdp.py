@@ -83,7 +83,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     if rank == 0:
         print(f"held out: {bits:.4f} bits per character", flush=True)
     if args.checkpoint:
-        save(args.checkpoint, model, optimizer, step=args.stop_at or args.steps)
+        state = state_of(model, optimizer, args.stop_at or args.steps)
+        dcp.save(state, checkpoint_id=args.checkpoint)
 
 
 @torch.no_grad()
@@ -98,21 +99,18 @@ def evaluate(model: torch.nn.Module, held_out: torch.Tensor, device: torch.devic
     return total.item() / dist.get_world_size() / math.log(2)
 
 
-def save(folder: Path, model: torch.nn.Module, optimizer: Any, step: int) -> None:
-    """Save shards of the model and the optimizer, and every rank's residues."""
+def state_of(model: torch.nn.Module, optimizer: Any, step: int) -> dict[str, Any]:
+    """Shards of the model and the optimizer, and every rank's residues."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
     state = {"model": of_model, "optimizer": of_optimizer, "step": step}
     if hasattr(optimizer, "compression"):
         state["scalecom"] = PerRank(optimizer.compression)
-    dcp.save(state, checkpoint_id=folder)
+    return state
 
 
 def load(folder: Path, model: torch.nn.Module, optimizer: Any) -> int:
     """Load what was saved; returns the step at which training goes on."""
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    state = {"model": of_model, "optimizer": of_optimizer, "step": 0}
-    if hasattr(optimizer, "compression"):
-        state["scalecom"] = PerRank(optimizer.compression)
+    state = state_of(model, optimizer, 0)
     dcp.load(state, checkpoint_id=folder)
     loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
     set_state_dict(model, optimizer, **loaded)

@@ -1,22 +1,18 @@
-"""Train a ResNet or a MobileNetV2 on images with Horovod, dense or with ScaleCom.
+"""Train a ResNet or a MobileNetV2 on handwritten digits, dense or with ScaleCom.
 
     horovodrun -np 2 python scripts/examples/train_image.py --compression scalecom
-    mpirun -np 4 python scripts/examples/train_image.py --dataset cifar10 \\
-        --data-dir ~/cifar-10-batches-py --steps 12000 --lr 0.05
+    mpirun -np 4 python scripts/examples/train_image.py --model mobilenetv2 --norm group
     torchrun --nproc-per-node 2 scripts/examples/train_image.py             (without Horovod)
     python scripts/examples/train_image.py --steps 200      (one process, to try things out)
 
-An example to copy: `train` is all of it. Compared with a script without Horovod, the lines that
-differ call `hvd`. Compared with a script with Horovod, only `compression=` differs.
+training_torch.py has the loop. The study and the tests use this module's models and images.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import pickle
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import digits
@@ -27,69 +23,38 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 (everyone's name for it)
 from training_torch import hvd, start
 
-CIFAR10_FILES = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-CIFAR10_TEST = 10_000
+NINE = [(dx, dy) for dx in (-1, 0, 1) for dy in (-1, 0, 1)]
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train as the options say; returns the run's summary."""
-    data = load_digits() if args.dataset == "digits" else load_cifar10(args.data_dir)
-
+    data = load_digits()
     torch.manual_seed(args.seed)
     device = training_torch.device()
     model = build_model(args.model, args.norm, data.train_images.shape[1]).to(device)
-    optimizer = hvd.DistributedOptimizer(
-        training_torch.optimizer_from(args, model.parameters()),
-        named_parameters=model.named_parameters(),
-        compression=training.compression_from(args, training_torch.shapes_of(model), hvd),
-    )
-    first_step = training_torch.begin(args, model, optimizer)
-    title = f"{args.dataset} {args.model} {args.compression}"
-    log = training_torch.run_log(args, title, first_step, optimizer)
+    mine = range(hvd.rank(), len(data.test_images), hvd.size())
 
-    def test() -> dict[str, float]:
-        return evaluate(model, data)
-
-    def save(step: int) -> None:
-        training_torch.save_checkpoint(args.checkpoint_dir, step, model, optimizer)
-
-    for step in log.steps():
+    def loss_of(step: int) -> torch.Tensor:
         chosen = training_torch.batch_indices(args, len(data.train_images), step)
         random = training_torch.generator(args.seed, step, hvd.rank())
-        images = augment(data.train_images[chosen], data, random)
+        images = augment(data.train_images[chosen], random)
+        return F.cross_entropy(model(images.to(device)), data.train_labels[chosen].to(device))
 
-        model.train()
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images.to(device)), data.train_labels[chosen].to(device))
-        loss.backward()
-        lr = training_torch.apply_gradients(args, optimizer, step)
-        log.step_done(step, loss, lr, test, save)
-    return training_torch.end(log, args, model, optimizer)
+    def evaluate() -> dict[str, float]:
+        """The accuracy, and "acc9": over the images' nine one-pixel shifts."""
+        images, labels = data.test_images[mine], data.test_labels[mine]
 
+        def accuracy(name: str, moves: Sequence[tuple[int, int]]) -> float:
+            right = 0
+            for moved in (shift(images, dx, dy) for dx, dy in moves):
+                for x, y in zip(moved.split(500), labels.split(500), strict=True):
+                    right += int((model(x.to(device)).argmax(1) == y.to(device)).sum())
+            return training_torch.ratio_over_ranks(right, len(moves) * len(mine), name)
 
-@torch.no_grad()
-def evaluate(model: nn.Module, data: Data) -> dict[str, float]:
-    """{"accuracy"} on the test images; with shifts also {"acc9"}, over their nine one-pixel shifts.
+        return {"accuracy": accuracy("accuracy", [(0, 0)]), "acc9": accuracy("acc9", NINE)}
 
-    Each rank does its share.
-    """
-    device = training_torch.device()
-    training_torch.share_buffers(model)
-    model.eval()
-    mine = training.my_share(len(data.test_images), hvd)
-    images, labels = data.test_images[mine], data.test_labels[mine]
-
-    def correct(images: torch.Tensor) -> int:
-        return sum(
-            int((model(x.to(device)).argmax(1) == y.to(device)).sum())
-            for x, y in zip(images.split(500), labels.split(500), strict=True)
-        )
-
-    scores = {"accuracy": training_torch.ratio_over_ranks(correct(images), len(mine), "accuracy")}
-    if data.shifts:
-        shifted = sum(correct(shift(images, dx, dy)) for dx in (-1, 0, 1) for dy in (-1, 0, 1))
-        scores["acc9"] = training_torch.ratio_over_ranks(shifted, 9 * len(mine), "acc9")
-    return scores
+    title = f"digits {args.model} {args.compression}"
+    return training_torch.train(args, title, model, loss_of, evaluate)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -97,45 +62,18 @@ def evaluate(model: nn.Module, data: Data) -> dict[str, float]:
 
 
 class Data(NamedTuple):
-    """Images are (count, channels, height, width), float32, centred.
-
-    shifts: whether to augment and test with one-pixel shifts. If not, images are cropped and
-        flipped.
-    """
+    """Images are (count, channels, height, width), float32."""
 
     train_images: torch.Tensor
     train_labels: torch.Tensor
     test_images: torch.Tensor
     test_labels: torch.Tensor
-    shifts: bool
 
 
 def load_digits() -> Data:
     """scikit-learn's handwritten digits, split as in digits.py."""
     parts = [torch.from_numpy(part) for split in digits.load() for part in split]
-    return Data(parts[0].unsqueeze(1), parts[1], parts[2].unsqueeze(1), parts[3], shifts=True)
-
-
-def load_cifar10(folder: Path | None) -> Data:
-    """CIFAR-10 from its python pickle files, https://www.cs.toronto.edu/~kriz/cifar.html."""
-    if folder is None:
-        needed = f"the folder 'cifar-10-batches-py' with the files {', '.join(CIFAR10_FILES)}"
-        raise training.WrongInput(f"--dataset cifar10 needs --data-dir: {needed}")
-    missing = [name for name in CIFAR10_FILES if not (folder / name).is_file()]
-    if missing:
-        lacks = f"CIFAR-10 is not complete in {folder}: missing {', '.join(missing)}"
-        raise training.WrongInput(
-            f"{lacks}. Unpack cifar-10-python.tar.gz (https://www.cs.toronto.edu/~kriz/cifar.html) "
-            "and give its folder 'cifar-10-batches-py' as --data-dir"
-        )
-    files = [pickle.loads((folder / n).read_bytes(), encoding="bytes") for n in CIFAR10_FILES]
-    images = torch.cat([torch.from_numpy(file[b"data"]) for file in files])
-    images = images.reshape(-1, 3, 32, 32).float() / 255
-    labels = torch.cat([torch.tensor(file[b"labels"]) for file in files])
-    train, test = images[:-CIFAR10_TEST], images[-CIFAR10_TEST:]
-    mean, deviation = train.mean((0, 2, 3), keepdim=True), train.std((0, 2, 3), keepdim=True)
-    train, test = (train - mean) / deviation, (test - mean) / deviation
-    return Data(train, labels[:-CIFAR10_TEST], test, labels[-CIFAR10_TEST:], shifts=False)
+    return Data(parts[0].unsqueeze(1), parts[1], parts[2].unsqueeze(1), parts[3])
 
 
 def shift(images: torch.Tensor, dx: int, dy: int) -> torch.Tensor:
@@ -144,22 +82,15 @@ def shift(images: torch.Tensor, dx: int, dy: int) -> torch.Tensor:
     return F.pad(images, (1, 1, 1, 1))[..., 1 - dy : 1 - dy + height, 1 - dx : 1 - dx + width]
 
 
-def augment(images: torch.Tensor, data: Data, generator: torch.Generator) -> torch.Tensor:
-    """Random one-pixel shifts for digits.
-
-    For photographs, random shifts by up to four pixels and mirror images.
-    """
-    reach = 1 if data.shifts else 4
+def augment(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Random one-pixel shifts, each image its own."""
     height, width = images.shape[-2:]
-    padded = F.pad(images, (reach, reach, reach, reach))
-    down, right = torch.randint(0, 2 * reach + 1, (2, len(images), 1), generator=generator)
+    padded = F.pad(images, (1, 1, 1, 1))
+    down, right = torch.randint(0, 3, (2, len(images), 1), generator=generator)
     rows, columns = down + torch.arange(height), right + torch.arange(width)
     each = torch.arange(len(images))[:, None, None]
-    moved = padded[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-    if data.shifts:
-        return moved.contiguous()
-    mirrored = torch.rand(len(images), generator=generator) < 0.5
-    return torch.where(mirrored[:, None, None, None], moved.flip(-1), moved).contiguous()
+    moved = padded[each, :, rows[:, :, None], columns[:, None, :]]
+    return moved.permute(0, 3, 1, 2).contiguous()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -308,11 +239,8 @@ MODELS = {
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         parents=[training_torch.backend_option],
-        description="Train an image classifier with Horovod, dense or with ScaleCom.",
+        description="Train a classifier of handwritten digits, dense or with ScaleCom.",
     )
-    data = "digits come with scikit-learn"
-    parser.add_argument("--dataset", choices=("digits", "cifar10"), default="digits", help=data)
-    parser.add_argument("--data-dir", type=Path, help="cifar10: the folder cifar-10-batches-py")
     parser.add_argument("--model", choices=tuple(MODELS), default="resnet", help="the network")
     parser.add_argument("--norm", choices=tuple(NORMS), default="batch", help="its normalisation")
     training.add_training_options(parser, lr=0.025, steps=600, batch_size=32, weight_decay=1e-4)

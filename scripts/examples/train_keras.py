@@ -4,10 +4,9 @@
     mpirun -np 4 python scripts/examples/train_keras.py --loop custom --norm group --steps 1000
     python scripts/examples/train_keras.py --steps 200      (one process, to try things out)
 
-An example to copy: `train` sets up, then `fit` trains with Keras's model.fit, or `custom_loop` with
-a gradient tape. Compared with a script without Horovod, the lines that differ call `hvd` or
-`keras_hvd`. Compared with a script with Horovod, only `compression=` in `train` or `custom_loop`
-differs.
+It trains by Keras's model.fit, or by a gradient tape. Compared with a script without Horovod, the
+lines that differ call `hvd` or `keras_hvd`. Compared with a script with Horovod, only
+`compression=` differs.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import digits
 import numpy as np
@@ -33,136 +31,185 @@ CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train as the options say; returns the run's summary."""
-    train_digits, test_digits = digits.load()
-    examples = len(train_digits.images)
-
-    keras.utils.set_random_seed(training.seed_from(args.seed) % 2**32)
-    model = build_model(args.norm)
-    variables = model.trainable_variables
-    shapes = {variable.name.partition(":")[0]: tuple(variable.shape) for variable in variables}
-    compression = training.compression_from(args, shapes, hvd)
-    # Keras clips averaged gradients. It decays weights separately from the gradient, so momentum
-    # does not amplify the decay as it does in PyTorch.
-    clip_norm = None if args.clip_norm == math.inf else args.clip_norm
-    shared = {"weight_decay": args.weight_decay, "global_clipnorm": clip_norm}
-    if args.optimizer == "adamw":
-        optimizer = keras.optimizers.AdamW(**shared)
-    else:
-        optimizer = keras.optimizers.SGD(momentum=args.momentum, **shared)
-    if args.loop == "fit":
-        optimizer = keras_hvd.DistributedOptimizer(optimizer, compression=compression)
-    optimizer.build(variables)
-
-    first_step = begin(args, model, optimizer, compression)
-    title = f"digits Keras {args.loop} {args.compression}"
-    log = training.RunLog(args, title, first_step, hvd, mean_over_ranks, compression)
-    predict = tf.function(lambda images: tf.argmax(model(images, training=False), 1))
-
-    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for step in range(first_step, log.last_step):
-            epoch, mine = training.deal(args, examples, step, hvd)
-            chosen = generator(args.seed, epoch).permutation(examples)[mine]
-            random = generator(args.seed, step, hvd.rank())
-            images = digits.shift_at_random(train_digits.images[chosen], random)
-            yield images[..., None], train_digits.labels[chosen]
-
-    def before_step(step: int) -> None:
-        optimizer.learning_rate = training.learning_rate(args, step, hvd.size())
-
-    def after_step(step: int, loss: Any) -> None:
-        lr = training.learning_rate(args, step, hvd.size())
-        log.step_done(step, loss, lr, test, save)
-
-    def test() -> dict[str, float]:
-        return evaluate(model, predict, test_digits)
-
-    def save(step: int) -> None:
-        save_checkpoint(args.checkpoint_dir, step, model, optimizer, compression)
-
-    if first_step < log.last_step:
-        next(batches())  # refuses batches that are too large while all ranks still listen
-        loop = fit if args.loop == "fit" else custom_loop
-        count = log.last_step - first_step
-        loop(model, optimizer, compression, Steps(count, log, batches, before_step, after_step))
-
-    parameters = sum(variable.shape.num_elements() for variable in variables)
-    sent = training.traffic_per_step(args, parameters, compression, hvd.size())
-    return log.end(parameters=parameters, bytes_per_step=sent)
+    return Training(args).run()
 
 
-class Steps(NamedTuple):
-    """All steps: their batches, and what to do before each, and after it with its loss."""
+class Training:
+    """A model, its data, its optimizer and its checkpoints."""
 
-    count: int
-    log: training.RunLog
-    batches: Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
-    before: Callable[[int], None]
-    after: Callable[[int, Any], None]
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.digits, self.held_out = digits.load()
+        keras.utils.set_random_seed(training.seed_from(args.seed) % 2**32)
+        self.model = build_model(args.norm)
+        variables = self.model.trainable_variables
+        self.compression = training.compression_from(args, hvd)
+        if isinstance(self.compression, hvd.ScaleCom):
+            shapes = {v.name.partition(":")[0]: tuple(v.shape) for v in variables}
+            try:
+                self.compression.config.rates_for(shapes)  # finds globs that match no variable
+            except ValueError as error:
+                raise training.WrongInput(str(error)) from error
+        # Keras clips averaged gradients. It decays weights separately from the gradient, so
+        # momentum does not amplify the decay as it does in PyTorch.
+        clip_norm = None if args.clip_norm == math.inf else args.clip_norm
+        shared = {"weight_decay": args.weight_decay, "global_clipnorm": clip_norm}
+        if args.optimizer == "adamw":
+            self.optimizer = keras.optimizers.AdamW(**shared)
+        else:
+            self.optimizer = keras.optimizers.SGD(momentum=args.momentum, **shared)
+        if args.loop == "fit":
+            self.optimizer = keras_hvd.DistributedOptimizer(
+                self.optimizer, compression=self.compression
+            )
+        self.optimizer.build(variables)
+        self.everything = tf.train.Checkpoint(model=self.model, optimizer=self.optimizer)
+        self.residues = None
+        if isinstance(self.compression, hvd.ScaleCom):
+            self.residues = tf.train.Checkpoint(scalecom=self.compression)
+        self.predict = tf.function(lambda x: tf.argmax(self.model(x, training=False), 1))
+        self.first_step = self.begin()
+        title = f"digits Keras {args.loop} {args.compression}"
+        self.log = training.RunLog(
+            args, title, self.first_step, hvd, mean_over_ranks, self.compression
+        )
 
+    def run(self) -> dict[str, Any]:
+        """Take all steps; returns the summary."""
+        if self.first_step < self.log.last_step:
+            next(self.batches())  # refuses batches that are too large while all ranks still listen
+            self.fit() if self.args.loop == "fit" else self.custom_loop()
+        parameters = sum(v.shape.num_elements() for v in self.model.trainable_variables)
+        sent = training.traffic_per_step(self.args, parameters, self.compression, hvd.size())
+        return self.log.end(parameters=parameters, bytes_per_step=sent)
 
-# --------------------------------------------------------------------------------------------------
-# two loops
+    def fit(self) -> None:
+        """Train with model.fit, for which all steps are one epoch. The optimizer compresses."""
+        self.model.compile(self.optimizer, CROSS_ENTROPY)
+        self.model.fit(
+            self.batches(),
+            steps_per_epoch=self.log.last_step - self.first_step,
+            callbacks=[keras_hvd.callbacks.BroadcastGlobalVariablesCallback(0), EachStep(self)],
+            verbose=0,
+        )
 
+    def custom_loop(self) -> None:
+        """Train with a gradient tape, which compresses; the optimizer is Keras's own."""
 
-def fit(model: keras.Model, optimizer: Any, compression: Any, steps: Steps) -> None:
-    """Train with model.fit, for which all steps are one epoch.
+        @tf.function
+        def train_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = CROSS_ENTROPY(labels, self.model(images, training=True))
+            tape = hvd.DistributedGradientTape(tape, compression=self.compression)
+            gradients = tape.gradient(loss, self.model.trainable_variables)
+            self.optimizer.apply_gradients(
+                zip(gradients, self.model.trainable_variables, strict=True)
+            )
+            return loss
 
-    `optimizer` is a DistributedOptimizer, which compresses.
-    """
-    model.compile(optimizer, CROSS_ENTROPY)
-    model.fit(
-        steps.batches(),
-        steps_per_epoch=steps.count,
-        callbacks=[keras_hvd.callbacks.BroadcastGlobalVariablesCallback(0), EachStep(steps)],
-        verbose=0,
-    )
+        hvd.broadcast_variables(self.model.variables, root_rank=0)
+        hvd.broadcast_variables(self.optimizer.variables, root_rank=0)
+        for step, (images, labels) in zip(self.log.steps(), self.batches(), strict=True):
+            self.before(step)
+            self.after(step, train_step(tf.constant(images), tf.constant(labels)))
+
+    def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        examples = len(self.digits.images)
+        for step in range(self.first_step, self.log.last_step):
+            epoch, mine = training.deal(self.args, examples, step, hvd)
+            chosen = generator(self.args.seed, epoch).permutation(examples)[mine]
+            random = generator(self.args.seed, step, hvd.rank())
+            images = digits.shift_at_random(self.digits.images[chosen], random)
+            yield images[..., None], self.digits.labels[chosen]
+
+    def before(self, step: int) -> None:
+        self.lr = training.learning_rate(self.args, step, hvd.size())
+        self.optimizer.learning_rate = self.lr
+
+    def after(self, step: int, loss: Any) -> None:
+        self.log.step_done(step, loss, self.lr, self.evaluate, self.save)
+
+    def evaluate(self) -> dict[str, float]:
+        """{"accuracy", "acc9"} on the test images, plain and over their nine one-pixel shifts.
+
+        Each rank does its share.
+        """
+        # Each rank gathers batch normalisation's running statistics on its own. All ranks evaluate
+        # with rank 0's.
+        if self.model.non_trainable_variables:
+            hvd.broadcast_variables(self.model.non_trainable_variables, root_rank=0)
+        mine = range(hvd.rank(), len(self.held_out.images), hvd.size())
+        images, labels = (part[list(mine)] for part in self.held_out)
+
+        def correct(dx: int, dy: int) -> int:
+            moved = digits.shift(images, dx, dy)[..., None]
+            return int(np.sum(self.predict(tf.constant(moved)) == labels))
+
+        shifted = sum(correct(dx, dy) for dx in (-1, 0, 1) for dy in (-1, 0, 1))
+        return {
+            "accuracy": ratio_over_ranks(correct(0, 0), len(mine), "accuracy"),
+            "acc9": ratio_over_ranks(shifted, 9 * len(mine), "acc9"),
+        }
+
+    def save(self, step: int) -> None:
+        """Save the state after `step` steps.
+
+        Rank 0 saves the model and the optimizer, and every rank saves its own residues.
+        """
+        folder = self.args.checkpoint_dir
+        folder.mkdir(parents=True, exist_ok=True)
+        mine = {training.residues_name(step, hvd.rank()): self.residues}
+        if hvd.rank() == 0:
+            mine[training.model_name(step)] = self.everything
+        for name, checkpoint in mine.items():
+            if checkpoint is not None:
+                checkpoint.write(str(folder / name))
+                training.keep(folder / f"{name}.index", *folder.glob(f"{name}.data-*"), folder)
+        hvd.allreduce(tf.zeros(1), name="checkpoint.written")  # waits for all ranks
+        training.commit_checkpoint(folder, step, hvd)
+
+    def begin(self) -> int:
+        """Load the newest checkpoint, if --resume asks for it; returns its step, or 0.
+
+        Every rank reads rank 0's model and its own residues. If something does not fit, all ranks
+        raise WrongInput.
+        """
+        step = training.latest_checkpoint(self.args, hvd)
+        if not step:
+            return 0
+        folder, complaint = self.args.checkpoint_dir, None
+        try:
+            saved = self.everything.read(str(folder / training.model_name(step)))
+            saved.assert_existing_objects_matched()
+            if self.residues is not None:
+                self.residues.read(str(folder / training.residues_name(step, hvd.rank())))
+        except AssertionError:
+            complaint = (
+                "it is of another model, so resume with the options that it was trained with"
+            )
+        except (tf.errors.NotFoundError, ValueError) as error:
+            complaint = f"{error}"
+        complaints = [text for text in hvd.allgather_object(complaint, name="complaints") if text]
+        if complaints:
+            raise training.WrongInput(f"cannot go on from step {step} in {folder}: {complaints[0]}")
+        return step
 
 
 class EachStep(keras.callbacks.Callback):
-    """Sets the learning rate before each step of model.fit.
+    """What happens before and after each step of model.fit."""
 
-    After the step it shows progress, evaluates and saves.
-    """
-
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, run: Training) -> None:
         super().__init__()
-        self._steps, self._numbers = steps, steps.log.steps()
+        self._run, self._numbers = run, run.log.steps()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._step = next(self._numbers)
-        self._steps.before(self._step)
+        self._run.before(self._step)
         # Without this, Keras would give the mean loss since the epoch's beginning.
         self.model.reset_metrics()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any]) -> None:
-        self._steps.after(self._step, logs["loss"])
-
-
-def custom_loop(model: keras.Model, optimizer: Any, compression: Any, steps: Steps) -> None:
-    """Train with a gradient tape, which compresses; `optimizer` is Keras's own.
-
-    The step is one function, so that TensorFlow traces it once.
-    """
-
-    @tf.function
-    def train_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            loss = CROSS_ENTROPY(labels, model(images, training=True))
-        tape = hvd.DistributedGradientTape(tape, compression=compression)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return loss
-
-    hvd.broadcast_variables(model.variables, root_rank=0)
-    hvd.broadcast_variables(optimizer.variables, root_rank=0)
-    for step, (images, labels) in zip(steps.log.steps(), steps.batches(), strict=True):
-        steps.before(step)
-        loss = train_step(tf.constant(images), tf.constant(labels))
-        steps.after(step, loss)
-
-
-# -------------------------------------------------------------------------------------------------
-# Horovod and TensorFlow
+        self._run.after(self._step, logs["loss"])
 
 
 def start() -> None:
@@ -192,91 +239,6 @@ def ratio_over_ranks(numerator: float, denominator: float, name: str) -> float:
     """Sum both over all ranks and divide. This is a metric's mean if each rank knows a part."""
     sums = hvd.allreduce(tf.constant([numerator, denominator], tf.float64), op=hvd.Sum, name=name)
     return float(sums[0] / sums[1])
-
-
-def evaluate(model: keras.Model, predict: Callable, data: digits.Digits) -> dict[str, float]:
-    """{"accuracy", "acc9"} on the test images, plain and over their nine one-pixel shifts.
-
-    Each rank does its share.
-    """
-    # Each rank gathers batch normalisation's running statistics on its own. All ranks evaluate with
-    # rank 0's.
-    if model.non_trainable_variables:
-        hvd.broadcast_variables(model.non_trainable_variables, root_rank=0)
-    mine = training.my_share(len(data.images), hvd)
-
-    def correct(dx: int, dy: int) -> int:
-        images = digits.shift(data.images[mine], dx, dy)[..., None]
-        return int(np.sum(predict(tf.constant(images)) == data.labels[mine]))
-
-    shifted = sum(correct(dx, dy) for dx in (-1, 0, 1) for dy in (-1, 0, 1))
-    return {
-        "accuracy": ratio_over_ranks(correct(0, 0), len(mine), "accuracy"),
-        "acc9": ratio_over_ranks(shifted, 9 * len(mine), "acc9"),
-    }
-
-
-# --------------------------------------------------------------------------------------------------
-# checkpoints
-
-
-def save_checkpoint(
-    folder: Path, step: int, model: keras.Model, optimizer: Any, compression: Any
-) -> None:
-    """Save the state after `step` steps.
-
-    Rank 0 saves the model and the optimizer, and every rank saves its own residues.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(compression, hvd.ScaleCom):
-        name = training.residues_name(step, hvd.rank())
-        _write(tf.train.Checkpoint(scalecom=compression), folder, name)
-    if hvd.rank() == 0:
-        everything = tf.train.Checkpoint(model=model, optimizer=optimizer)
-        _write(everything, folder, training.model_name(step))
-    hvd.allreduce(tf.zeros(1), name="checkpoint.written")  # waits for all ranks
-    training.commit_checkpoint(folder, step, hvd)
-
-
-def _write(checkpoint: tf.train.Checkpoint, folder: Path, name: str) -> None:
-    """Write a checkpoint's files, and wait until they are on the disk.
-
-    They count once the checkpoint is committed.
-    """
-    checkpoint.write(str(folder / name))
-    training.keep([folder / f"{name}.index", *folder.glob(f"{name}.data-*")])
-    training.keep_names(folder)
-
-
-def begin(args: argparse.Namespace, model: keras.Model, optimizer: Any, compression: Any) -> int:
-    """Load the newest checkpoint, if --resume asks for it, and return its step; 0: there is none.
-
-    Every rank reads rank 0's model and its own residues. If there are more ranks than before, the
-    new ones start with residues of zero. If something does not fit, all ranks raise WrongInput.
-    """
-    step, ranks = training.latest_checkpoint(args, hvd)
-    if not step:
-        return 0
-    folder, complaint = args.checkpoint_dir, None
-    try:
-        everything = tf.train.Checkpoint(model=model, optimizer=optimizer)
-        saved = everything.read(str(folder / training.model_name(step)))
-        saved.assert_existing_objects_matched()
-        if isinstance(compression, hvd.ScaleCom) and hvd.rank() < ranks:
-            own = str(folder / training.residues_name(step, hvd.rank()))
-            tf.train.Checkpoint(scalecom=compression).read(own)
-    except AssertionError:
-        complaint = "it is of another model, so resume with the options that it was trained with"
-    except (tf.errors.NotFoundError, ValueError) as error:
-        complaint = f"{error}"
-    complaints = [text for text in hvd.allgather_object(complaint, name="complaints") if text]
-    if complaints:
-        raise training.WrongInput(f"cannot go on from step {step} in {folder}: {complaints[0]}")
-    return step
-
-
-# --------------------------------------------------------------------------------------------------
-# model
 
 
 def build_model(norm: str, width: int = 24) -> keras.Model:

@@ -1,16 +1,14 @@
-"""What the training scripts of all frameworks share.
+"""What train_image.py, train_char_lm.py and train_keras.py share, for any framework.
 
 That is options, learning rate, the dealing of batches, checkpoints' names, and metrics. Everything
 random is a function of (seed, step, rank) and nothing else, so a resumed run sees what an
 uninterrupted one would have seen. `hvd` is always the caller's module: scalecom_hvd.torch,
-scalecom_hvd.tensorflow, or training_ddp. This module needs neither framework; training_torch.py has
-PyTorch's part, and train_keras.py has Keras's.
+scalecom_hvd.tensorflow, or training_ddp. PyTorch's part is in training_torch.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -18,7 +16,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -82,7 +80,6 @@ def add_training_options(parser: argparse.ArgumentParser, lr: float, **defaults:
     add("--metrics", type=Path, metavar="FILE", help="JSON lines: losses, and a summary last")
     add("--evaluate-every", type=int, default=100, metavar="STEPS", help="between evaluations")
     add("--no-progress", action="store_true", help="no progress bar")
-    add("--tensorboard", type=Path, metavar="DIR", help="ScaleCom: what is sent and what waits")
     parser.set_defaults(default_lr={"sgd": lr, "adamw": ADAMW_LR}, **defaults)
 
 
@@ -116,13 +113,10 @@ def main(
     hvd.shutdown()
 
 
-def compression_from(
-    args: argparse.Namespace, shapes: Mapping[str, tuple[int, ...]], hvd: ModuleType
-) -> Any:
+def compression_from(args: argparse.Namespace, hvd: ModuleType) -> Any:
     """The compression that the options ask for.
 
-    Pass it to hvd.DistributedOptimizer or DistributedGradientTape. For options that are not given,
-    the library's defaults and SCALECOM_* variables hold. shapes: of all parameters, by name.
+    For options that are not given, the library's defaults and SCALECOM_* variables hold.
     """
     if args.compression != "scalecom":
         return getattr(hvd.Compression, args.compression)
@@ -131,11 +125,9 @@ def compression_from(
     if args.dense is not None:
         fields["dense"] = [glob for glob in args.dense.split(",") if glob != "none"]
     try:
-        compression = hvd.ScaleCom(**fields)
-        compression.config.rates_for(shapes)  # finds globs that match no parameter
+        return hvd.ScaleCom(**fields)
     except ValueError as error:
         raise WrongInput(str(error)) from error
-    return compression
 
 
 def learning_rate(args: argparse.Namespace, step: int, ranks: int) -> float:
@@ -175,11 +167,6 @@ def deal(args: argparse.Namespace, examples: int, step: int, hvd: ModuleType) ->
     return epoch, slice(position * together + hvd.rank(), (position + 1) * together, hvd.size())
 
 
-def my_share(count: int, hvd: ModuleType) -> list[int]:
-    """Which of `count` test examples this rank evaluates."""
-    return list(range(hvd.rank(), count, hvd.size()))
-
-
 # --------------------------------------------------------------------------------------------------
 # checkpoints
 
@@ -203,25 +190,22 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:
         write(file)
-    keep([part])
+    keep(part)
     os.replace(part, path)
-    keep_names(path.parent)
+    keep(path.parent)
 
 
-def keep(paths: Iterable[Path]) -> None:
-    """Return once the contents of these files are on the disk."""
+def keep(*paths: Path) -> None:
+    """Return once these files' contents, or folders' lists of files, are on the disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
+        except OSError:
+            if not path.is_dir():  # some network disks cannot tell of folders
+                raise
         finally:
             os.close(descriptor)
-
-
-def keep_names(folder: Path) -> None:
-    """Return once a folder's list of files is on the disk. Some network disks cannot tell."""
-    with contextlib.suppress(OSError):
-        keep([folder])
 
 
 def commit_checkpoint(folder: Path, step: int, hvd: ModuleType) -> None:
@@ -240,21 +224,19 @@ def commit_checkpoint(folder: Path, step: int, hvd: ModuleType) -> None:
                 old.unlink()
 
 
-def latest_checkpoint(args: argparse.Namespace, hvd: ModuleType) -> tuple[int, int]:
-    """The step of the newest checkpoint, if --resume asks for it, and how many ranks wrote it.
+def latest_checkpoint(args: argparse.Namespace, hvd: ModuleType) -> int:
+    """The step of the newest checkpoint, if --resume asks for it; 0: there is none.
 
-    Without one, both are 0. All ranks must call it.
+    All ranks must call it.
     """
-    step = ranks = 0
-    if args.resume:
-        latest = args.checkpoint_dir / "latest.json"
-        found = json.loads(latest.read_text()) if hvd.rank() == 0 and latest.exists() else {}
-        found = hvd.broadcast_object(found, root_rank=0, name="checkpoint")
-        step, ranks = found.get("step", 0), found.get("ranks", 0)
-        if step and ranks != hvd.size() and hvd.rank() == 0:
-            was = f"the checkpoint is of {ranks} ranks, this run has {hvd.size()}"
-            print(f"{was}: batches differ, new ranks' residues are zero", file=sys.stderr)
-    return step, ranks
+    if not args.resume:
+        return 0
+    latest = args.checkpoint_dir / "latest.json"
+    found = json.loads(latest.read_text()) if hvd.rank() == 0 and latest.exists() else {}
+    found = hvd.broadcast_object(found, root_rank=0, name="checkpoint")
+    if found and found["ranks"] != hvd.size():
+        raise WrongInput(f"the checkpoint is of {found['ranks']} ranks, this run has {hvd.size()}")
+    return found.get("step", 0)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -296,7 +278,7 @@ class RunLog:
         mine = hvd.rank() == 0
         self._monitor = None
         if args.compression == "scalecom":
-            self._monitor = hvd.Monitor(compression, SENT_EVERY, tensorboard=args.tensorboard)
+            self._monitor = hvd.Monitor(compression, SENT_EVERY)
         hidden = not mine or args.no_progress
         self._bar = tqdm(desc=title, total=args.steps, initial=first_step, disable=hidden)
         self._file = None

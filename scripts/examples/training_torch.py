@@ -1,13 +1,14 @@
-"""What train_image.py and train_char_lm.py share besides training.py.
+"""What train_image.py and train_char_lm.py share besides training.py: PyTorch's part.
 
-This is PyTorch's part of set-up, batches, evaluation and checkpoints.
+`train` is all of a training. Compared with a script without Horovod, the lines that differ call
+`hvd`. Compared with a script with Horovod, only `compression=` differs.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,50 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+def train(
+    args: argparse.Namespace,
+    title: str,
+    model: torch.nn.Module,
+    loss_of: Callable[[int], torch.Tensor],
+    evaluate: Callable[[], dict[str, float]],
+) -> dict[str, Any]:
+    """Train a model as the options say; returns the run's summary.
+
+    loss_of: returns the loss of this rank's batch of a step. evaluate: returns this rank's part of
+        held-out scores, averaged over ranks.
+    """
+    try:
+        optimizer = hvd.DistributedOptimizer(
+            optimizer_from(args, model.parameters()),
+            named_parameters=model.named_parameters(),
+            compression=training.compression_from(args, hvd),
+        )
+    except ValueError as error:
+        raise training.WrongInput(str(error)) from error
+    compression = getattr(optimizer, "compression", None)
+    first_step = begin(args, model, optimizer)
+    log = training.RunLog(args, title, first_step, hvd, mean_over_ranks, compression)
+
+    @torch.no_grad()
+    def test() -> dict[str, float]:
+        # Each rank gathers running statistics on its own. All ranks evaluate with rank 0's.
+        if buffers := dict(model.named_buffers()):
+            hvd.broadcast_parameters(buffers, root_rank=0)
+        model.eval()
+        return evaluate()
+
+    for step in log.steps():
+        model.train()
+        optimizer.zero_grad()
+        loss = loss_of(step)
+        loss.backward()
+        lr = apply_gradients(args, optimizer, step)
+        log.step_done(
+            step, loss, lr, test, lambda done: save_checkpoint(args, done, model, optimizer)
+        )
+    count = sum(p.numel() for p in model.parameters())
+    sent = training.traffic_per_step(args, count, compression, hvd.size())
+    return log.end(parameters=count, bytes_per_step=sent)
 
 
 def optimizer_from(
@@ -97,36 +140,26 @@ def ratio_over_ranks(numerator: float, denominator: float, name: str) -> float:
     return float(sums[0] / sums[1])
 
 
-def share_buffers(model: torch.nn.Module) -> None:
-    """Give every rank the running statistics of rank 0, so that all evaluate the same model.
-
-    Each rank gathers running statistics on its own.
-    """
-    buffers = dict(model.named_buffers())
-    if buffers:
-        hvd.broadcast_parameters(buffers, root_rank=0)
-
-
 # --------------------------------------------------------------------------------------------------
 # checkpoints
 
 
 def save_checkpoint(
-    folder: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    args: argparse.Namespace, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     """Save the state after `step` steps.
 
     Rank 0 saves the model and the optimizer, and every rank saves its own residues.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    common, own = files_of(args.checkpoint_dir, step)
     compression = getattr(optimizer, "compression", None)
     if compression is not None:
-        _write(_residues_file(folder, step, hvd.rank()), compression.state_dict())
+        write(own, compression.state_dict())
     if hvd.rank() == 0:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        _write(_model_file(folder, step), state)
+        write(common, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     hvd.barrier()
-    training.commit_checkpoint(folder, step, hvd)
+    training.commit_checkpoint(args.checkpoint_dir, step, hvd)
 
 
 def begin(
@@ -134,12 +167,18 @@ def begin(
 ) -> int:
     """Load the newest checkpoint, if --resume asks for it, and return its step; 0: there is none.
 
-    All ranks begin with rank 0's model and optimizer. If there are more ranks than before, the new
-    ones start with residues of zero.
+    All ranks begin with rank 0's model and optimizer.
     """
-    step, ranks = training.latest_checkpoint(args, hvd)
+    step = training.latest_checkpoint(args, hvd)
     if step:
-        _load(args.checkpoint_dir, step, ranks, model, optimizer)
+        common, own = files_of(args.checkpoint_dir, step)
+        if hvd.rank() == 0:
+            state = torch.load(common, map_location="cpu", weights_only=True)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        if hasattr(optimizer, "compression"):
+            state = torch.load(own, map_location="cpu", weights_only=True)
+            optimizer.compression.load_state_dict(state)
     # The optimizer goes first: if its state is empty, Horovod makes it with a step of zero
     # gradients, and with weight decay that step moves the parameters.
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -147,52 +186,11 @@ def begin(
     return step
 
 
-def _load(
-    folder: Path, step: int, ranks: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    if hvd.rank() == 0:
-        state = torch.load(_model_file(folder, step), map_location="cpu", weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-    compression = getattr(optimizer, "compression", None)
-    if compression is not None:
-        # A new rank takes rank 0's file for the step and the settings, which must be the same
-        # everywhere, and empties its residues.
-        source = hvd.rank() if hvd.rank() < ranks else 0
-        file = _residues_file(folder, step, source)
-        state = torch.load(file, map_location="cpu", weights_only=True)
-        if source != hvd.rank():
-            state["residues"] = {n: torch.zeros_like(r) for n, r in state["residues"].items()}
-        compression.load_state_dict(state)
+def files_of(folder: Path, step: int) -> tuple[Path, Path]:
+    """Where a checkpoint's common part is, and this rank's residues."""
+    names = training.model_name(step), training.residues_name(step, hvd.rank())
+    return tuple(folder / f"{name}.pt" for name in names)
 
 
-def _model_file(folder: Path, step: int) -> Path:
-    return folder / f"{training.model_name(step)}.pt"
-
-
-def _residues_file(folder: Path, step: int, rank: int) -> Path:
-    return folder / f"{training.residues_name(step, rank)}.pt"
-
-
-def _write(path: Path, state: dict[str, Any]) -> None:
+def write(path: Path, state: dict[str, Any]) -> None:
     training.write_whole(path, lambda file: torch.save(state, file))
-
-
-def run_log(
-    args: argparse.Namespace, title: str, first_step: int, optimizer: torch.optim.Optimizer
-) -> training.RunLog:
-    compression = getattr(optimizer, "compression", None)
-    return training.RunLog(args, title, first_step, hvd, mean_over_ranks, compression)
-
-
-def end(
-    log: training.RunLog,
-    args: argparse.Namespace,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> dict[str, Any]:
-    """End a run; returns its summary."""
-    count = sum(p.numel() for p in model.parameters())
-    compression = getattr(optimizer, "compression", None)
-    sent = training.traffic_per_step(args, count, compression, hvd.size())
-    return log.end(parameters=count, bytes_per_step=sent)

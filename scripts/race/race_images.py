@@ -43,14 +43,14 @@ class Images:
     ) -> torch.Tensor:
         count = len(self._data.train_images)
         chosen = torch.randint(count, (batch or self.batch,), generator=random)
-        images = train_image.augment(self._data.train_images[chosen], self._data, random)
+        images = train_image.augment(self._data.train_images[chosen], random)
         labels = self._data.train_labels[chosen]
         return F.cross_entropy(called(images.to(device)), labels.to(device))
 
     def evaluate(self, model: nn.Module, device: torch.device) -> float:
         images, labels = self._data.test_images, self._data.test_labels
         images = images.repeat(COPIES, 1, 1, 1)
-        moved = train_image.augment(images, self._data, torch.Generator().manual_seed(0))
+        moved = train_image.augment(images, torch.Generator().manual_seed(0))
         return float(F.cross_entropy(model(moved.to(device)), labels.repeat(COPIES).to(device)))
 
 

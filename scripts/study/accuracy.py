@@ -3,7 +3,6 @@
     python scripts/study/accuracy.py               everything: three seeds; minutes on two cores
     python scripts/study/accuracy.py --quick       one seed and shorter runs, a few minutes
     python scripts/study/accuracy.py --only group --seeds 1,2
-    CIFAR10_DIR=~/cifar-10-batches-py python scripts/study/accuracy.py --only cifar10
 
 Every finished run leaves a JSON file in --output, and a second call makes only the missing runs.
 This script starts itself under mpirun or torchrun. The ranks then make all runs of one training
@@ -39,18 +38,12 @@ GROUP = (
     *("--batch-size", "16", "--weight-decay", "0", "--steps", "300"),
 )
 TEXT = ("--lr", "0.5", "--clip-norm", "inf", "--batch-size", "16", "--steps", "500")
-# The paper has 93.78 % dense and 93.98 % with ScaleCom at 92x, on 4 workers. These are 160 epochs.
-CIFAR10 = (
-    *("--dataset", "cifar10", "--data-dir", os.environ.get("CIFAR10_DIR", "")),
-    *("--model", "resnet34", "--batch-size", "32", "--steps", "62500"),
-)
 KERAS = ("--loop", "fit", "--lr", "0.01", "--batch-size", "32", "--steps", "600")
 # Not much shorter: with few sends per element (steps / rate), nothing can be compared.
-QUICK_STEPS = {"digits": 400, "group": 300, "lstm": 300, "keras": 400, "cifar10": 400}
+QUICK_STEPS = {"digits": 400, "group": 300, "lstm": 300, "keras": 400}
 SCALECOM = ("--compression", "scalecom")
 PAPER = (*SCALECOM, "--rate", "100", "--bits", "32")
 DENSE = ("--compression", "none")
-PERCENT = ("acc9", "accuracy")
 
 
 @dataclass(frozen=True)
@@ -86,12 +79,7 @@ EXPERIMENTS = {
     ),
     "lstm": Experiment(*LSTM),
     "keras": Experiment(f"{RESNET} in Keras, batch norm", "train_keras", KERAS, "acc9", BOTH),
-    "cifar10": Experiment(
-        "CIFAR-10, ResNet-34, batch norm", "train_image", CIFAR10, "accuracy", BOTH
-    ),
 }
-# The experiments with data that every machine has.
-EVERYWHERE = tuple(key for key in EXPERIMENTS if key != "cifar10")
 
 
 @dataclass(frozen=True)
@@ -109,10 +97,7 @@ class Run:
 
 
 def main() -> None:
-    parser = argument_parser()
-    args = parser.parse_args()
-    if "cifar10" in (args.only or ()) and "CIFAR10_DIR" not in os.environ:
-        parser.error("cifar10: set CIFAR10_DIR to the folder 'cifar-10-batches-py'")
+    args = argument_parser().parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     runs = planned_runs(args)
     if args.as_rank:
@@ -132,7 +117,7 @@ def main() -> None:
 
 def planned_runs(args: argparse.Namespace) -> list[Run]:
     runs = []
-    for key in args.only or EVERYWHERE:
+    for key in args.only or EXPERIMENTS:
         experiment = EXPERIMENTS[key]
         options = experiment.options
         if args.quick:
@@ -229,7 +214,7 @@ def summary(runs: list[Run], folder: Path) -> list[dict[str, Any]]:
     entries = []
     for (key, method), results in rows.items():
         metric = EXPERIMENTS[key].metric
-        values = [result[metric] * (100 if metric in PERCENT else 1) for result in results]
+        values = [result[metric] * (100 if metric == "acc9" else 1) for result in results]
         entries.append(
             {
                 "experiment": key,
@@ -254,7 +239,7 @@ def table(runs: list[Run], folder: Path) -> str:
     dense: dict[str, float] = {}
     for entry in summary(runs, folder):
         baseline = dense.setdefault(entry["experiment"], entry["mean"])
-        percent = entry["metric"] in PERCENT
+        percent = entry["metric"] == "acc9"
         digits, unit = (1, f"% {entry['metric']}") if percent else (3, "bits per character")
         spread = f" ± {entry['deviation']:.{digits}f}" if entry["deviation"] is not None else ""
         difference = "" if entry["method"] == "dense" else f"{entry['mean'] - baseline:+.{digits}f}"
@@ -277,7 +262,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--output", type=Path, default=Path("build/accuracy"), help="default: %(default)s")
     add("--quick", action="store_true", help="one seed and shorter runs")
     add("--seeds", type=numbers, default=[1, 2, 3], help="default: 1,2,3")
-    only = "repeatable; default: all but cifar10"
+    only = "repeatable; default: all"
     add("--only", action="append", choices=sorted(EXPERIMENTS), help=only)
     add("--ranks", type=int, default=4, help="default: %(default)s")
     add("--as-rank", nargs=2, help=argparse.SUPPRESS)

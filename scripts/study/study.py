@@ -8,9 +8,9 @@ The study trains every method on several tasks, and writes the results as tables
     python scripts/study/study.py --only defaults      one experiment
 
 Every finished run leaves a file in --output/runs, and a second call makes only the missing runs.
---output holds results.csv (a row per case), scores.csv (a row per run), curves.csv (losses and
-bytes over steps) and tables.md. docs/results.md says what they mean. The n workers are
-simulated in one process, by the same exchange that real ranks run. There is one process per core.
+--output holds results.csv (a row per case), scores.csv (a row per run) and tables.md.
+docs/results.md says what they mean. The n workers are simulated in one process, by the same
+exchange that real ranks run. There is one process per core.
 """
 
 from __future__ import annotations
@@ -78,10 +78,9 @@ def study(args: argparse.Namespace) -> None:
     found = study_results.Study(cases, results)
     study_results.write_csv(found, args.output / "results.csv")
     study_results.write_scores(found, args.output / "scores.csv")
-    study_results.write_curves(found, args.output / "curves.csv")
     study_results.write_tables(found, args.output / "tables.md")
     print((args.output / "tables.md").read_text())
-    print(f"written to {args.output}: results.csv, scores.csv, curves.csv and tables.md")
+    print(f"written to {args.output}: results.csv, scores.csv and tables.md")
 
 
 def trained(cases: Sequence[Case], folder: Path, processes: int) -> dict[str, dict[str, Any]]:

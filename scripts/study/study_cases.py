@@ -196,7 +196,7 @@ def defaults(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
     Nothing is tuned. A user's own task files are included too.
     """
-    own = {task: (task, {}) for task in tasks if task.endswith(".py") or task == "cifar10"}
+    own = {task: (task, {}) for task in tasks if task.endswith(".py")}
     for situation, (task, fields) in (SITUATIONS | own).items():
         if asked_about(task, tasks) and not (quick and situation in (*SITUATIONS,)[2:]):
             for what, (method, options) in FORMS.items():

@@ -268,15 +268,3 @@ def write_scores(study: Study, path: Path) -> None:
                 score = "" if found["score"] is None else f"{found['score']:.4f}"
                 own = [s.case.experiment, s.case.group, s.case.what, run.seed]
                 rows.writerow([*own, *given, score, megabytes])
-
-
-def write_curves(study: Study, path: Path) -> None:
-    """Write one row per run and point: the training loss, and a worker's traffic so far."""
-    pairs = (pair for s in study.scores for pair in zip(s.case.runs, s.results, strict=True))
-    by_name = {run.name: found for run, found in pairs}
-    with path.open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["run", "step", "loss", "bytes"])
-        for name, found in by_name.items():
-            for (step, loss), (_, spent) in zip(found["losses"], found["bytes"], strict=True):
-                rows.writerow([name, step, loss, spent])

@@ -49,7 +49,7 @@ def train(name: str, settings: dict | None) -> float:
         chosen = torch.randint(0, len(data.train_images), (BATCH,), generator=generator)
         optimizer.zero_grad()
         nn.functional.cross_entropy(
-            model(augment(data.train_images[chosen], data, generator)), data.train_labels[chosen]
+            model(augment(data.train_images[chosen], generator)), data.train_labels[chosen]
         ).backward()
         optimizer.step()
         if name == "residues thrown away":

@@ -36,6 +36,6 @@ def test_marks_tell_methods_apart_without_colour():
 
 
 def test_a_method_has_the_same_mark_in_every_picture():
-    found = pictures.marks(["beta 1", "LocalTopK", "beta 0.1"])
-    assert found["LocalTopK"] == pictures.MARKS["local top-k"]
+    found = pictures.marks(["beta 1", "the defaults", "beta 0.1"])
+    assert found["the defaults"] == pictures.MARKS["ScaleCom"]
     assert len(set(found.values())) == 3
