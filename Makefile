@@ -3,7 +3,7 @@ PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python
 VENV := .venv
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(CURDIR)/$(VENV)/bin/python
 
-.PHONY: setup setup-gpu setup-torch dist docs demo demo-torch test test-long soak lint accuracy study bench bench-nodes race bench-keras bench-kernels bench-gpu test-gpu scaling clean
+.PHONY: setup setup-gpu setup-torch dist docs demo demo-torch test test-long test-nightly soak lint accuracy study bench bench-nodes race bench-keras bench-kernels bench-gpu test-gpu scaling clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,7 +13,8 @@ help:
 	@echo "make demo          trains a ResNet, a Keras ResNet and an LSTM on 2 ranks, dense and with ScaleCom; table and picture"
 	@echo "make demo-torch    trains the ResNet on 2 ranks by torchrun, without Horovod (three minutes)"
 	@echo "make test          ruff, mypy and the tests, on 1, 2 and 4 ranks (ten minutes on two cores)"
-	@echo "make test-long     what takes longer: kills, hosts, elastic jobs, random programs, study (an hour)"
+	@echo "make test-long     what CI runs besides: kills, hosts, elastic jobs, late streams (20 minutes)"
+	@echo "make test-nightly  all other tests: more launchers and ranks, random programs, study (an hour)"
 	@echo "make test-gpu      the doctor's tests of GPUs, the kernel's, and those of torchrun's ranks on a GPU"
 	@echo "make lint          ruff and mypy alone"
 	@echo "make soak          trains while workers are killed, stopped and added (MINUTES=3)"
@@ -73,6 +74,9 @@ test: setup
 
 test-long: setup setup-torch docs
 	@$(RUN) scripts/checks/run_tests.py --long
+
+test-nightly: setup setup-torch
+	@$(RUN) scripts/checks/run_tests.py --nightly
 
 # It runs with any PyTorch that has CUDA, and makes no environment.
 test-gpu:

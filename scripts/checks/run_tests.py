@@ -1,7 +1,8 @@
-"""What `make test` and `make test-long` run. CI runs both, one after the other.
+"""What `make test`, `make test-long` and `make test-nightly` run. CI runs the first two.
 
     python scripts/checks/run_tests.py                       ruff, mypy and the tests: ten minutes
-    python scripts/checks/run_tests.py --long                the others: faults, hosts, fuzz, study
+    python scripts/checks/run_tests.py --long                faults, hosts, elastic, late streams
+    python scripts/checks/run_tests.py --nightly             all others: fuzz, study, more launchers
     python scripts/checks/run_tests.py --gpu                 those of a machine with a GPU
     python scripts/checks/run_tests.py "torch, mpirun"       parts that begin so
     python scripts/checks/run_tests.py single --test tests/single/test_pages.py
@@ -10,12 +11,13 @@ A part has a time limit. After that it is ended with all its ranks. If a part fa
 shown, with the command that runs the failed test again. Parts that compute all the time run at the
 same time, on separate cores. Then come the parts that start launchers and wait for them.
 
-Tests marked `long` belong to --long. Each of the other tests runs once with each face: on 2 ranks
-(on 4 if it is about nodes), on Horovod under mpirun, and with torch.distributed under torchrun.
+Tests marked `long` belong to --long or --nightly. Each of the other tests runs once with each face:
+on 2 ranks (on 4 if it is about nodes), on Horovod under mpirun, and with torch.distributed under
+torchrun.
 
-With --long, PyTorch's tests on Horovod run again on 4 ranks and under Gloo. Those of
-torch.distributed's face run again without Horovod, and on a device whose streams run late
-(tests/delayed). Of TensorFlow's only some run again, because tracing takes long.
+With --long, tests of torch.distributed's face run again without Horovod, and on a device whose
+streams run late (tests/delayed). With --nightly, PyTorch's tests run again on 4 ranks and under
+Gloo. Of TensorFlow's only some run again, because tracing takes long.
 """
 
 from __future__ import annotations
@@ -141,24 +143,42 @@ SHORT = {
     "device, one process": pytest("delayed", SLOW),
     "integration": pytest("integration", *AT_ONCE, PATIENT, alone=True),
 }
+# Tests of tests/integration that kill ranks, or run on several hosts.
+KILLING = (
+    "hosts",
+    "torch_elastic",
+    "tensorflow_elastic",
+    "faults",
+    "soak",
+    "doctor_ranks",
+    "nodes",
+)
+HARMFUL = [f"tests/integration/test_{name}.py" for name in KILLING]
+OTHERS = [f"--ignore={file}" for file in HARMFUL]
 FUZZ = ("-k", "test_random_programs")
 FEW_OF_TENSORFLOW = [*named("differential parity", "tensorflow_"), SETS, UNLIKE]
 LONG = {
-    "torch, mpirun -np 4": on_ranks(OF_MANY, marks=ALL),
-    "torch, horovodrun --gloo -np 2": on_ranks(OF_MANY, marks=ALL),
-    "ddp, torchrun -np 3": on_ranks(SUMS),
-    "ddp, torch alone, torchrun -np 2": on_ranks(DDP_LONG, marks=ALL),
     # The pages' scripts say where they run.
     "device, torchrun -np 2, the rest": on_ranks(
         without(DDP, PAGES), SLOW, environment=LATE, limit=2400
     ),
+    "ddp, torch alone, torchrun -np 2": on_ranks(DDP_LONG, marks=ALL),
+    "programs, mpirun -np 3": on_ranks(PROGRAMS, *FUZZ, environment=MINUTE),
+    "ddp, torchrun -np 3": on_ranks(SUMS),
     "device, one process, the rest": pytest("delayed", SLOW, marks=LONG_ONES),
+    "long integration": Part(
+        ["pytest", "-q", "--color=no", *AT_ONCE, "--timeout=1000"], HARMFUL, LONG_ONES, alone=True
+    ),
+}
+NIGHTLY = {
+    "torch, mpirun -np 4": on_ranks(OF_MANY, marks=ALL),
+    "torch, horovodrun --gloo -np 2": on_ranks(OF_MANY, marks=ALL),
+    "ddp, torch alone, torchrun -np 4": on_ranks(
+        without(OWN, OF_DEVICES), marks=ALL, environment=MINUTE
+    ),
     # Plain FSDP2 frees what other streams read, so there it is no oracle for random programs.
     "device nodes, torchrun -np 4": on_ranks(
         named("nodes sharded tensor_parallel", "ddp_"), SLOW, environment=LATE
-    ),
-    "ddp, torch alone, torchrun -np 4": on_ranks(
-        without(OWN, OF_DEVICES), marks=ALL, environment=MINUTE
     ),
     # No launcher changes plain operations.
     "tensorflow, mpirun -np 4": on_ranks(
@@ -168,11 +188,10 @@ LONG = {
         [*named("differential state", "tensorflow_"), UNLIKE], marks=ALL
     ),
     "tensorflow, mpirun -np 2, the rest": on_ranks(TENSORFLOW, marks=LONG_ONES),
-    "programs, mpirun -np 3": on_ranks(PROGRAMS, *FUZZ, environment=MINUTE),
     "programs, horovodrun --gloo -np 4": on_ranks(PROGRAMS, *FUZZ, environment=MINUTE),
     "long tests of one process": pytest("single", PATIENT, marks=LONG_ONES),
-    "long integration": pytest(
-        "integration", *AT_ONCE, "--timeout=1000", marks=LONG_ONES, limit=2400, alone=True
+    "other long integration": pytest(
+        "integration", *OTHERS, *AT_ONCE, "--timeout=1000", marks=LONG_ONES, limit=2400, alone=True
     ),
 }
 ON_GLOO = [*OF_DEVICES, *without(DDP, PAGES), *named("torch_methods")]
@@ -186,7 +205,7 @@ GPU = {
     "GPU, NCCL, torchrun -np 2": on_ranks(ON_NCCL, PATIENT, environment=CUDA),
     "GPU, NCCL, nodes, torchrun -np 4": on_ranks(NODES, PATIENT, environment=CUDA),
 }
-PARTS = SHORT | LONG | GPU
+PARTS = SHORT | LONG | NIGHTLY | GPU
 running: set[subprocess.Popen] = set()
 
 
@@ -287,10 +306,12 @@ def main() -> int:
     names = "; ".join(PARTS)
     parser.add_argument("parts", nargs="*", help=f"beginnings of some of: {names}; default: all")
     parser.add_argument("--long", action="store_true", help="the tests that take long")
+    parser.add_argument("--nightly", action="store_true", help="all other tests")
     parser.add_argument("--gpu", action="store_true", help="what a machine with a GPU can show")
     parser.add_argument("--test", action="append", help="of the part: this file, or test, alone")
     arguments = parser.parse_args()
-    among = LONG if arguments.long else GPU if arguments.gpu else SHORT
+    of = arguments
+    among = LONG if of.long else NIGHTLY if of.nightly else GPU if of.gpu else SHORT
     if arguments.parts:
         among = {n: part for n, part in PARTS.items() if n.startswith(tuple(arguments.parts))}
     if arguments.test:  # of a part whose whole name is given, or else of all that begin so

@@ -68,7 +68,7 @@ CASES = {
         "tolerance": 1e-3,
     },
 }
-# Only make test-long runs these, because each takes seconds in TensorFlow.
+# Only make test-nightly runs these, because each takes seconds in TensorFlow.
 LONG = [
     *("few are left", "many are sent, look-ahead", "the same, look-ahead"),
     *("exact, look-ahead", "32 bits", "integers of float64 gradients"),
