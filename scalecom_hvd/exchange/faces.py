@@ -42,6 +42,7 @@ def make_averager(
     overlap: int,
     fragments: int,
     clip_changes: float | None,
+    refuses: bool = True,
 ) -> OptimizerGradients | LocalSteps:
     """Make what averages for an optimizer, as the arguments of DistributedOptimizer say.
 
@@ -52,10 +53,11 @@ def make_averager(
         optimizer: a function that returns the optimizer, once it is made.
         sparse_as_dense, send_sparse: see OptimizerGradients.
         local_steps, outer, overlap, fragments, clip_changes: see the faces' DistributedOptimizer.
+        refuses: see OptimizerGradients.
     """
     if local_steps is None:
         return OptimizerGradients(
-            parameters, method, collectives, groups, sparse_as_dense, send_sparse, node
+            parameters, method, collectives, groups, sparse_as_dense, send_sparse, node, refuses
         )
     return LocalSteps(
         parameters,

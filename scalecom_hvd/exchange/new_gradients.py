@@ -324,17 +324,24 @@ def freshness(parameters: Mapping[str, torch.Tensor]) -> set[str]:
     return fresh
 
 
-def check_same_parameters(everyone: Sequence[Told]) -> None:
-    """Raise RuntimeError, on all ranks, unless they told the same digest of their parameters."""
+def check_same_parameters(everyone: Sequence[Told], refuses: bool = True) -> None:
+    """Raise RuntimeError, on all ranks, unless they told the same digest of their parameters.
+
+    refuses: False: warn instead.
+    """
     digests = [other["parameters"] for other in everyone]
     if None not in digests and len(set(digests)) > 1:
         other = next(rank for rank, own in enumerate(digests) if own != digests[0])
-        raise RuntimeError(
+        message = (
             f"ranks 0 and {other} have different parameters, and equal averages would never make "
-            "them equal. Call broadcast_parameters on all ranks before the first step. If a "
-            "closure that optimizer.step() gets calls backward(), it must then call "
+            "them equal. Call broadcast_parameters on all ranks before the first step, after "
+            "broadcast_optimizer_state, in which ranks without a state take a step. If a closure "
+            "that optimizer.step() gets calls backward(), it must then call "
             "optimizer.synchronize(), or each rank steps by its own gradients"
         )
+        if refuses:
+            raise RuntimeError(message)
+        log.warning("%s", message)
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

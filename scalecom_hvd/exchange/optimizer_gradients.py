@@ -41,10 +41,12 @@ class StartsAlike(Face):
 
     Args:
         parameters: {name: parameter}.
+        refuses: whether other parameters are refused. Stock Horovod trains with them, so its face
+            only warns.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._own, self._is_new = dict(parameters), True
+    def __init__(self, parameters: Mapping[str, torch.Tensor], refuses: bool = True) -> None:
+        self._own, self._is_new, self._refuses = dict(parameters), True, refuses
 
     def tell(self) -> Told:
         """See Face."""
@@ -52,7 +54,7 @@ class StartsAlike(Face):
 
     def hear(self, everyone: Sequence[Told], elsewhere: Collection[str]) -> None:
         """See Face."""
-        check_same_parameters(everyone)
+        check_same_parameters(everyone, self._refuses)
         self._is_new = False
 
     def aborted(self, restarted: bool) -> None:
@@ -73,6 +75,7 @@ class OptimizerGradients(StartsAlike):
         send_sparse: a function that averages a gradient that stays sparse.
         node: the ranks of this node. It also knows all ranks of all nodes. None: every rank is a
             node of its own.
+        refuses: see StartsAlike.
 
     Attributes:
         trained: the parameters.
@@ -88,8 +91,9 @@ class OptimizerGradients(StartsAlike):
         sparse_as_dense: bool,
         send_sparse: SparseAverage,
         node: Node | None = None,
+        refuses: bool = True,
     ) -> None:
-        super().__init__(parameters)
+        super().__init__(parameters, refuses)
         self._name_of = {parameter: name for name, parameter in parameters.items()}
         self.trained = self._name_of.keys()
         self._sparse_as_dense, self._send_sparse = sparse_as_dense, send_sparse
@@ -223,7 +227,8 @@ class OptimizerGradients(StartsAlike):
     def _compare_parameters(self) -> None:
         """Raise RuntimeError, on all ranks of all nodes, if they begin with other parameters."""
         try:
-            check_same_parameters(gather_objects(self._everyone, self.tell(), "agreement.start"))
+            everyone = gather_objects(self._everyone, self.tell(), "agreement.start")
+            check_same_parameters(everyone, self._refuses)
         except RuntimeError:
             self._stage.complete_collectives(alike=False)
             raise

@@ -190,6 +190,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         overlap=overlap,
         fragments=fragments,
         clip_changes=clip_changes,
+        refuses=False,
     )
     if isinstance(averager, LocalSteps):
         own = local_members(averager, type(optimizer), parameters.values())

@@ -277,16 +277,11 @@ def test_all_ranks_of_a_node_compress_the_same(settings):
     assert rates["2.weight"] == (2 if "rates" in settings else 5)
 
 
-def test_after_a_refusal_ranks_may_go_on():
+def test_ranks_with_other_parameters_are_warned(caplog):
+    """Stock Horovod trains on."""
     model, wrapped = make(rate=1, model=make_model(seed=hvd.rank()))
-    other, optimizer = stock()
-    with pytest.raises(RuntimeError, match="different parameters"):
-        take(model, wrapped, 7)
-    model.load_state_dict(make_model().state_dict())
-    for step in range(2):
-        take(model, wrapped, step)
-        take(other, optimizer, step)
-    assert_close(model, other)
+    take(model, wrapped, 7)
+    assert any("different parameters" in record.getMessage() for record in caplog.records)
 
 
 def test_a_gradient_that_is_not_finite_voids_the_step_on_all_ranks():
@@ -344,7 +339,3 @@ def test_what_cannot_work_is_refused():
     for settings in ({"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}, {"local_steps": 4}):
         with pytest.raises(ValueError, match=f"{[*settings][0]} cannot be used with nodes="):
             wrap(**settings)
-    model = make_model(seed=hvd.rank())
-    model, wrapped = make(model=model)
-    with pytest.raises(RuntimeError, match="different parameters"):
-        take(model, wrapped, 0)
