@@ -268,7 +268,8 @@ class ScaleComState:
                 raise RuntimeError(
                     f"DistributedDataParallel reduces gradients in {gradient.dtype}, but "
                     f"parameters are {parameter.dtype}. No residue could make up for this loss of "
-                    "precision. Leave out mixed_precision=, and use torch.autocast"
+                    "precision. Leave out mixed_precision= and fp16_compress_wrapper, and use "
+                    "torch.autocast"
                 )
             yield self._name_of[parameter], gradient
 

@@ -92,8 +92,10 @@ def check_shards(parameters: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> No
         if theirs is None:
             raise TypeError(
                 f"{name} is not sharded, but mesh= is for sharded models. Call fully_shard(model, "
-                f'mesh=mesh["{INSIDE}"]) first. If each rank has the whole model, wrap the model '
-                "in DistributedDataParallel, and give the mesh to ScaleComState"
+                f'mesh=mesh["{INSIDE}"]) first. If fully_shard was told to ignore it, no rank '
+                "averages it: train it with an optimizer of its own. If each rank has the whole "
+                "model, wrap the model in DistributedDataParallel, and give the mesh to "
+                "ScaleComState"
             )
         dimensions = theirs.mesh_dim_names or ()
         if BETWEEN in dimensions:
