@@ -74,6 +74,15 @@ class ScaleComConfig:
     harms short runs. False: the share `beta` everywhere, which is the paper's filter.
     """
 
+    outliers: float | None = 4.0
+    """How many times as long as its longest recent one a tensor's gradient may be on a rank.
+
+    If a gradient is longer, its residue is scaled down by the power of two that would have brought
+    the gradient below this, and what is cut off is lost. So one batch with a huge loss does not
+    fill the steps after it, even if the script clips gradients. None: residues keep everything. In
+    TensorFlow they do so too.
+    """
+
     min_numel: int = 2048
     """Tensors with fewer elements are sent whole. Biases and norms cost little and matter much."""
 
@@ -170,9 +179,9 @@ class ScaleComConfig:
         def fix(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        may_be_none = ("rate", "bits", "beta", "nu", "total_steps")
+        may_be_none = ("rate", "bits", "beta", "nu", "outliers", "total_steps")
         for names, checked in (
-            (("rate", "warmup_rate", "beta", "nu"), checked_number),
+            (("rate", "warmup_rate", "beta", "nu", "outliers"), checked_number),
             (("min_numel", "bits", "bucket_bytes", "total_steps", "warmup_steps"), _integer),
         ):
             for name in names:
@@ -207,6 +216,11 @@ class ScaleComConfig:
                     f"{name} must be at least 1 and finite, not {rate}. It is the number of "
                     "elements of which one is sent (1: all are sent)"
                 )
+        if self.outliers is not None and not 1 <= self.outliers < math.inf:
+            raise ValueError(
+                f"outliers must be at least 1 and finite, or None, not {self.outliers}. It is how "
+                "many times as long as its longest recent one a gradient may be"
+            )
         shares = {
             "nu": "It is the momentum's share of a step; 1 leaves the optimizer as it is",
             "beta": "1 is classic error feedback; a lower beta is more stable",

@@ -22,7 +22,8 @@ indices where its new gradient does not point the other way: there v is larger b
 
 With `bits` below 32 (not in the paper either), v̂ is an integer times a scale. The leader gives one
 scale to each block of its values. With look-ahead, the leader chooses at the end of a step for the
-next one. The code is slow and short on purpose. Imports NumPy, config, lanes and integers.
+next one. After an outlier, a worker scales its residue down (recent_norms.py). The code is slow
+and short on purpose. Imports NumPy, config, lanes, integers and recent_norms.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from numpy.typing import NDArray
 from scalecom_hvd.config import ScaleComConfig, largest_gradient
 from scalecom_hvd.integers import BLOCK, SMALLEST_SCALE, scale_divisor
 from scalecom_hvd.lanes import Lanes
+from scalecom_hvd.recent_norms import RecentNorms
 
 Array = NDArray[np.floating]
 Indices = NDArray[np.int64]
@@ -74,6 +76,7 @@ class ScaleComReference:
         self.step_number = 0
         self.selections: dict[str, Indices] = {}
         self._chosen_ahead: dict[str, tuple[Indices, Array | None]] = {}
+        self.norms: list[dict[str, RecentNorms]] = [{} for _ in range(n_workers)]
 
     def leader(self, name: str, step: int) -> int:
         """j, the worker that selects for this tensor: t mod n, or (t + b) mod n for bucket b."""
@@ -147,6 +150,10 @@ class ScaleComReference:
             # follow stale mass.
             self._chosen_ahead[name] = self._choose(name, step + 1, m, grad)
         self.selections[name] = I
+        for norms, own, residue in zip(self.norms, grad, m, strict=True):
+            recent = norms.setdefault(name, RecentNorms())
+            norm = float(np.linalg.norm(own.astype(np.float64)))
+            residue *= residue.dtype.type(recent.share(norm, self.config.outliers))
         average = np.zeros_like(grad[0])
         average[I] = mean(sent)
         return average.reshape(grads[0].shape).astype(grads[0].dtype)

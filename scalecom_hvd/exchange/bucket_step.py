@@ -18,6 +18,7 @@ Imports bucket and the rooms below.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -31,7 +32,7 @@ from scalecom_hvd.exchange.gradients import check_sizes
 from scalecom_hvd.exchange.integer_values import IntegerValues
 from scalecom_hvd.exchange.kernels.base import Count, Kernel, Wire, positions_of
 from scalecom_hvd.exchange.kernels.native_kernel import NativeKernel
-from scalecom_hvd.exchange.values import Values, norm
+from scalecom_hvd.exchange.values import Values, norm, norms_of
 
 Places = torch.Tensor | slice
 """Flat positions in a bucket's accumulators: an index tensor without repeats, or slice(None)."""
@@ -93,6 +94,7 @@ class BucketStep:
         for kernel, members in bucket.kernels:
             frozen = [self.frozen[i] for i in members]
             kernel.begin([own[i] for i in members], frozen, scale)
+        self._norms = norms_of(own) * scale  # the host does not wait for them yet
 
     @property
     def _own_grads(self) -> list[torch.Tensor]:
@@ -369,9 +371,15 @@ class BucketStep:
         """The norm of the residues. Reads all."""
         return norm([tensor.residue for tensor in self.tensors])
 
+    def gradient_norms(self) -> dict[str, float]:
+        """{name: norm} of compressed tensors, as `gradient_norm`."""
+        norms = dict(zip(self.compressed, self._norms.tolist(), strict=True))
+        large = [name for name, own in norms.items() if math.isinf(own)]
+        return norms | {name: norm([self.grads[name]]) * self.scale for name in large}
+
     def gradient_norm(self) -> float:
         """The norm of this step's gradients in residues' units, before the step is committed."""
-        return norm(self._own_grads) * self.scale
+        return math.hypot(*self.gradient_norms().values())
 
     # How it ends.
 

@@ -27,6 +27,7 @@ the rooms below.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -205,8 +206,8 @@ class Exchange(Averager):
         return averages
 
     def _looks(self) -> bool:
-        is_watched = self._sampler is not None and not self._whole
-        return is_watched and self._sampler.due(self.residues.step)
+        sampler = None if self._whole else self._sampler
+        return sampler is not None and sampler.due(self.residues.step)
 
     def look(self, all_are_here: bool = True) -> None:
         """Let ranks compare what they saw of the step that `finish` ended, if that is due.
@@ -472,13 +473,13 @@ class Exchange(Averager):
         return [each for each in self._waves.all if each.bucket.names[0] in self.part.names]
 
     def _commit(self, part: Sequence[Progress], unused: set[str], ends: bool) -> None:
-        steps = [progress.step for progress in part]
-        due = self.residues.norms_due() and not self._whole
-        grads = {step.number: step.gradient_norm() for step in steps if due and step.compressed}
+        steps, due = [progress.step for progress in part], self.residues.norms_due()
         for step in steps:
+            norms = {} if self._whole else step.gradient_norms()
             step.commit(unused.intersection(step.names))
-            if step.number in grads:
-                self._norms[step.number] = step.residue_norm(), grads[step.number]
+            if due and norms:
+                self._norms[step.number] = step.residue_norm(), math.hypot(*norms.values())
+            self.residues.scale_after_outliers(norms if self._options.is_scaled else {})
         self._method.run.take_state([each.keep_state() for each in part if each.new_state])
         looks = self._looks()
         if looks:

@@ -19,6 +19,7 @@ import torch
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.kernels.choice import kernel_for
 from scalecom_hvd.lanes import Lanes, geometry
+from scalecom_hvd.recent_norms import RecentNorms
 from scalecom_hvd.training_warnings import (
     LOOK_EVERY,
     Health,
@@ -50,6 +51,7 @@ class CompressedTensor:
         levels: L of those integers. 0: values travel as numbers.
         beta: the low-pass filter's beta.
         extra: how many times more of what waits is sent at indices where the gradient agrees.
+        norms: of its recent gradients.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class CompressedTensor:
         self.levels = config.levels
         self.wire_dtype = torch.int8 if self.levels else dtype
         self.beta, self.extra = config.beta, config.extra
+        self.norms = RecentNorms()
         # A wrong SCALECOM_KERNEL is refused here, not in a hook.
         kernel_for(parameter.device, parameter.dtype, dtype, self.geometry)
 
@@ -188,6 +191,25 @@ class Residues:
         residues, grads = (math.hypot(*(pair[which] for pair in norms)) for which in (0, 1))
         waits, limit = residues / self.config.beta, growth_limit(self.rates.values(), self.config)
         self.health.look(self.step, waits, grads, limit)
+
+    def scale_after_outliers(self, norms: Mapping[str, float]) -> None:
+        """Scale residues down whose tensors had an outlier in this step. See config.outliers.
+
+        norms: {name: norm of this rank's gradient}.
+        """
+        for name, norm in norms.items():
+            own = self.tensors[name]
+            longest, share = own.norms.longest, own.norms.share(norm, self.config.outliers)
+            if share < 1:
+                own.residue.mul_(share)
+                log.info(
+                    "step %d: a gradient of %s is %.3g times as long as the longest recent one, so "
+                    "its residue is multiplied by %g",
+                    self.step,
+                    name,
+                    norm / longest,
+                    share,
+                )
 
     def note_ranks(self, ranks: int, rank: int) -> bool:
         """Note how many ranks there are. If the number has changed, log this, and return True."""

@@ -37,6 +37,7 @@ from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.residue import Residues, describe_tensors
 from scalecom_hvd.integers import blocks_of
 from scalecom_hvd.lanes import Lanes
+from scalecom_hvd.recent_norms import RecentNorms
 from scalecom_hvd.saved_state import (
     STATE_VERSION,
     Saved,
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("scalecom_hvd")
 
 # Keys that only some saved states have.
-_EXTRA_KEYS = ("offsets", "method_state", "local_steps", "shard")
+_EXTRA_KEYS = ("recent_norms", "offsets", "method_state", "local_steps", "shard")
 
 
 class Averager(abc.ABC):
@@ -215,21 +216,24 @@ class Run:
         if method.sends_all and "rate" in numbers:
             numbers["rate"] = 1.0
         ratio = residues.health.ratio
-        return numbers | {"residue_norm": residues.norm(), "residue_ratio": ratio}
+        outliers = sum(tensor.norms.outliers for tensor in residues.tensors.values())
+        numbers |= {"residue_norm": residues.norm(), "residue_ratio": ratio}
+        return numbers | {"outliers": outliers}
 
     def state_dict(self) -> Saved:
         """See Method.state_dict."""
         self._complete(
             "state_dict() was called between backward() and step(): call it after optimizer.step()"
         )
-        residues = self.residues
+        residues, tensors = self.residues, self.residues.tensors
         state: dict[str, Any] = {
             "version": STATE_VERSION,
             "step": residues.step,
             "config": self.residues.config.to_dict(),
             "settings": self._method.settings,
-            "residues": {name: t.residue.view(t.shape) for name, t in residues.tensors.items()},
+            "residues": {name: t.residue.view(t.shape) for name, t in tensors.items()},
             "norms": residues.health.norms,
+            "recent_norms": {n: [t.norms.longest, t.norms.count] for n, t in tensors.items()},
         }
         known = {"buckets": residues.buckets, "ranks": residues.ranks, "rank": residues.rank}
         state |= {key: value for key, value in known.items() if value is not None}
@@ -359,6 +363,7 @@ class Run:
                 tensor.residue.copy_(state["residues"][name].reshape(-1))
             else:  # saved before the first step, or by a single process: all of them were zero
                 tensor.residue.zero_()
+            tensor.norms = RecentNorms(*state.get("recent_norms", {}).get(name, ()))
         self.begin_state_anew()
         for what, values in _saved_states(state).items():
             for name, value in values.items():

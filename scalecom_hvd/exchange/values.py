@@ -61,6 +61,13 @@ class Values:
         torch._foreach_copy_([grads[name] for name in self.whole], list(self.whole.values()))
 
 
+def norms_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(number of tensors,): the norm of each. No host waits. Very large ones are infinite."""
+    wide = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else torch.float32
+    norms = torch._foreach_norm(list(tensors), 2, dtype=wide) if tensors else []
+    return torch.stack([each.double() for each in norms]) if norms else torch.zeros(0)
+
+
 def norm(tensors: Sequence[torch.Tensor]) -> float:
     """The Euclidean norm of all tensors together. Computing it reads them all."""
     has_double = any(tensor.dtype == torch.float64 for tensor in tensors)

@@ -213,7 +213,7 @@ class ScaleCom(Tracked, Compressor):
         Example:
             >>> ScaleCom.as_published(rate=400)
         """
-        return cls(rate=rate, beta=beta, bits=32, flush=False, nu=1, **settings)
+        return cls(rate=rate, beta=beta, bits=32, flush=False, nu=1, outliers=None, **settings)
 
     @property
     def config(self) -> ScaleComConfig:

@@ -396,6 +396,8 @@ class PerTensor(Averager):
         residues = self._residues
         if residues.norms_due() and not self._whole:
             residues.look([(step.residue_norm(), step.gradient_norm()) for step in seen.values()])
+        for step in () if self._whole else seen.values():
+            residues.scale_after_outliers(step.gradient_norms())
         last_whole = self._whole and residues.step + 1 >= residues.config.warmup_steps
         if last_whole and self._chooses():
             for step in seen.values():

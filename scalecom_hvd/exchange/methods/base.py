@@ -219,8 +219,9 @@ class Method:
             bytes_traffic: what this rank sent for them on a ring, averaged over ranks. rate:
             elements of the model per element sent. collectives: how many there are per step, not
             counting one of 24 bytes by which ranks tell each other that there are gradients.
-            averages_thrown_away: how many exchanges there were whose averages no step used, so
-            that residues became what they were before them.
+            outliers: how many gradients of a tensor were longer than config.outliers allows, on
+            this rank. averages_thrown_away: how many exchanges there were whose averages no step
+            used, so that residues became what they were before them.
 
             residue_norm: the Euclidean norm of all residues. Computing it reads them all.
             residue_ratio: the norm of residues / beta, which is what waits, divided by the norm of

@@ -85,7 +85,7 @@ class ScaleCom(Method):
         Example:
             >>> ScaleCom.as_published(rate=400)
         """
-        return cls(rate=rate, beta=beta, bits=32, flush=False, nu=1, **settings)
+        return cls(rate=rate, beta=beta, bits=32, flush=False, nu=1, outliers=None, **settings)
 
     def step(
         self, bucket: BucketStep, collectives: BucketCollectives, state: State
