@@ -97,8 +97,9 @@ def copy_into(model, values):
 
 
 def equal(model, values):
-    """Whether tensors of the same names are equal to the bit."""
-    return all(torch.equal(values[name], tensor) for name, tensor in model.items())
+    """Whether tensors have the same names, and are equal to the bit."""
+    same = model.keys() == values.keys()
+    return same and all(torch.equal(values[name], tensor) for name, tensor in model.items())
 
 
 def usable(parameters):

@@ -174,7 +174,7 @@ def test_stats_and_looks_of_fragments():
 @pytest.mark.parametrize(
     ("more", "steps", "bad"),
     [
-        *(({}, steps, None) for steps in (6, 8)),
+        *(({"dtype": dtype}, steps, None) for dtype in (torch.float32, HALF) for steps in (6, 8)),
         *(({"overlap": 2}, steps, None) for steps in (4, 5)),
         ({"overlap": 2}, 5, 2),  # the averages are void
         *(({"fragments": 2}, steps, None) for steps in (6, 7)),
