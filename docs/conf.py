@@ -32,6 +32,16 @@ myst_heading_anchors = 4
 
 autodoc_mock_imports = ["horovod", "numpy", "tensorflow", "torch", "triton"]
 _MockObject.__or__ = _MockObject.__ror__ = lambda mock, other: mock  # int | torch.Tensor
+_attribute = _MockObject.__getattr__
+
+
+def _attribute_of_mock(mock, name):
+    if name in ("__signature__", "__wrapped__"):  # what `inspect` looks for
+        raise AttributeError(name)
+    return _attribute(mock, name)
+
+
+_MockObject.__getattr__ = _attribute_of_mock
 autodoc_typehints = "none"  # docstrings say what arguments are
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
