@@ -1,5 +1,5 @@
 /* The part of TensorFlow's C API that tensorflow_ops.c calls, over plain memory: so its operations run under sanitizers, without
- * TensorFlow. Outputs have exactly the bytes asked for. `run` makes one call of an operation; sanitizer_cases.py calls it through ctypes.
+ * TensorFlow. Outputs have exactly the bytes asked for. `run` makes one call of an operation; kernels_c.py calls it through ctypes.
  */
 #include <stdlib.h>
 #include <string.h>
