@@ -21,6 +21,7 @@ def run_against_reference(
     tolerance=1e-5,
     stock=False,
     make=None,
+    outliers=(),
     **settings,
 ):
     """Feed the same made-up gradients to real ranks and to the oracle.
@@ -31,6 +32,7 @@ def run_against_reference(
         say.
     make: a function that returns the functions step and end. step takes gradients, and leaves
         averages in p.grad. Default: by_optimizer.
+    outliers: pairs of a rank and a step whose gradients are 1000 times as long.
     """
     settings.setdefault("min_numel", 2)
     n, rank = hvd.size(), hvd.rank()
@@ -43,6 +45,8 @@ def run_against_reference(
     )
     for step in range(steps):
         everyone = [gradients(shapes, r, step, dtype) for r in range(n)]
+        for own in (everyone[r] for r, at in outliers if at == step):
+            own |= {name: grad * dtype(1000) for name, grad in own.items()}
         step_with(everyone[rank])
         if step == 0 and not stock:
             reference.bucket_of = {

@@ -4,6 +4,7 @@ Its selections and values must be those of n simulated workers, over many steps.
 """
 
 import pytest
+from faces import hvd, in_every_library, stock
 from parity import run_against_reference
 from parity_cases import STAGGERED, in_all_cases
 
@@ -24,3 +25,13 @@ def test_kernels_that_run_beside_backward(settings, monkeypatch):
     """Buckets of half a million elements and more have such kernels."""
     monkeypatch.setattr("scalecom_hvd.exchange.bucket.WORTH_A_THREAD", 1)
     run_against_reference(**settings)
+
+
+@in_every_library
+def test_outliers(library):
+    """After the second one, what it left is small beside the next gradients."""
+    outliers = [(0, 13), (1, 15)]
+    settings = {"rate": 10, "beta": 1.0}
+    compressor = run_against_reference(stock=library is stock, outliers=outliers, **settings)
+    of_this_rank = [rank for rank, _ in outliers if rank == hvd.rank()]
+    assert compressor.stats()["outliers"] == len(of_this_rank) * len(compressor.residues.tensors)
