@@ -477,6 +477,7 @@ class Trained:
 
     def check_refused(self, grads):
         """Check that a refused step left residues as they were, or added gradients as they came."""
+        self.kept = self.begun_with(self.kept)
         for name, residue in self.residues().items():
             left = residue - self.kept.get(name, torch.zeros_like(residue))
             whole = grads.get(name, torch.zeros_like(residue)).nan_to_num(0, 0, 0) / self.scale_now
