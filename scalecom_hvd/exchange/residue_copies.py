@@ -72,6 +72,8 @@ class ResidueCopies:
                 new = {what: value for what, value in states[name].items() if what in equal}
                 states[name] = {**self._states[name], **new}
                 self._method.residues.given_back.add(name)
+                self.thrown_away += not self._is_counted
+                self._is_counted = True
         for name in names if self._sends and (self._is_needed or self._left >= 0) else ():
             if name not in self._copies:
                 self._copies[name] = torch.empty_like(tensors[name].residue)
@@ -79,8 +81,6 @@ class ResidueCopies:
             self._states[name] = {w: v for w, v in states[name].items() if w not in equal}
 
     def _note(self, names: Collection[str], lost: list[str]) -> None:
-        self.thrown_away += not (self._is_counted or lost)
-        self._is_counted = True
         if lost:
             log.warning(LOST, listed(lost), "" if self._is_needed else "; from now on they go back")
         elif not self._is_needed:

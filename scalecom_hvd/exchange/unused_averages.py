@@ -82,11 +82,12 @@ class UnusedAverages:
     def __init__(self, parameters: Mapping[str, torch.Tensor], calls_hooks: bool = False) -> None:
         self._own = dict(parameters)
         self._names = {parameter: name for name, parameter in parameters.items()}
-        # Names of averages that wait for a step, of those among them that were thrown away, and of
-        # those that backward has reached since. Backward tells of the parameters in _hooked.
+        # Names of averages that wait for a step, and what the next backward found in p.grad:
+        # nothing, zeros or something else. Backward tells of the parameters in _hooked.
         self._waiting: set[str] = set()
         self._dropped: set[str] = set()
-        self._reached: set[str] = set()
+        self._zero: set[str] = set()
+        self._kept: set[str] = set()
         self._hooked: set[str] = set()
         # Names of parameters that no step has used so far, what each adds up to, and whether any
         # has moved all the same. If so, nobody knows by what, so those whose averages were dropped
@@ -118,14 +119,15 @@ class UnusedAverages:
 
     def come(self, name: str) -> None:
         """Backward has a gradient, and is about to add it to p.grad."""
-        if name in self._waiting:
-            self._reached.add(name)
-            self._look(name)
-
-    def _look(self, name: str) -> None:
+        if name not in self._waiting or name in self._dropped | self._zero | self._kept:
+            return
         grad = self._own[name].grad
-        if grad is None or not (grad.is_sparse or bool(local_part(grad).any())):
+        if grad is None:
             self._dropped.add(name)
+        elif grad.is_sparse or bool(local_part(grad).any()):
+            self._kept.add(name)
+        else:
+            self._zero.add(name)
 
     def warn_of_replaced(self) -> None:
         """Warn, once, if a script puts gradients of its own in the place of averages that wait."""
@@ -153,9 +155,14 @@ class UnusedAverages:
         if self._is_in_one_step():
             return set()
         here = self._waiting.intersection(names)
-        for name in (here & self._hooked) - self._reached:  # this rank's backward does not
-            self._look(name)
+        for name in here & self._hooked:  # this rank's backward may not reach it
+            self.come(name)
         thrown = self._dropped & here
+        # An average may be zero, too. If the script zeroed gradients, it zeroed them all.
+        if self._zero & here and not self._kept:
+            for name in self._waiting & self._hooked:
+                self.come(name)
+        thrown |= set() if self._kept else self._zero & here
         self._waiting -= thrown
         unknown = thrown & self._unstepped
         if not (unknown and self._have_moved()):
@@ -171,7 +178,8 @@ class UnusedAverages:
 
     def end(self, names: Iterable[str]) -> None:
         """Gradients of these names were averaged."""
-        self._waiting, self._dropped, self._reached = set(names), set(), set()
+        self._waiting = set(names)
+        self._dropped, self._zero, self._kept = set(), set(), set()
         self._averaged_in = _steps.begun if _steps.under_way else None
         asked = set() if self._has_moved else self._waiting & self._unstepped
         self._sums = {name: _sum(self._own[name]) for name in asked}
