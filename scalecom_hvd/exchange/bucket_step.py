@@ -58,6 +58,8 @@ class BucketStep:
         bad: how many elements of this step's gradients and values are not finite, or too large.
             They count as zero here, and all ranks skip the step.
         has_received: whether the step was told its averages.
+        norms: (number of `compressed`,) of the gradients, in the residues' units. The host does not
+            wait for them.
 
     Raises:
         RuntimeError: a gradient differs from its tensor in size or device.
@@ -94,7 +96,7 @@ class BucketStep:
         for kernel, members in bucket.kernels:
             frozen = [self.frozen[i] for i in members]
             kernel.begin([own[i] for i in members], frozen, scale)
-        self._norms = norms_of(own) * scale  # the host does not wait for them yet
+        self.norms = norms_of(own) * scale
 
     @property
     def _own_grads(self) -> list[torch.Tensor]:
@@ -373,7 +375,7 @@ class BucketStep:
 
     def gradient_norms(self) -> dict[str, float]:
         """{name: norm} of compressed tensors, as `gradient_norm`."""
-        norms = dict(zip(self.compressed, self._norms.tolist(), strict=True))
+        norms = dict(zip(self.compressed, self.norms.tolist(), strict=True))
         large = [name for name, own in norms.items() if math.isinf(own)]
         return norms | {name: norm([self.grads[name]]) * self.scale for name in large}
 

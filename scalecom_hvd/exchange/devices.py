@@ -200,9 +200,10 @@ class HostCopy:
 
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors to the CPU. All copies are enqueued before the host waits for the first."""
+    """Copy tensors to the CPU. All copies are enqueued before the host waits for the last."""
     copies = [HostCopy(tensor) for tensor in tensors]
-    return [copy.wait() for copy in copies]
+    # When the last copy of a device is done, so are the others.
+    return [copy.wait() for copy in reversed(copies)][::-1]
 
 
 _HOSTS = ("cpu", "meta")

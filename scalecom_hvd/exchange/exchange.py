@@ -448,16 +448,14 @@ class Exchange(Averager):
         return {n: self.streams.give(average) for n, average in averages.items() if n in used}
 
     def _is_sound(self, steps: Sequence[BucketStep]) -> tuple[bool, set[str]]:
-        """Whether the step is sound, and the names of tensors that no rank has used.
-
-        All averages were reduced or gathered, so they are the same on all ranks, and all decide the
-        same.
-        """
-        sound = [step.is_sound() for step in steps]
-        sound += [values.isfinite().all() for values in self._face.average_others()]
+        """Whether the step is sound, which all ranks see alike, and names that no rank has used."""
+        others = [values.isfinite().all() for values in self._face.average_others()]
+        sound = [step.is_sound() for step in steps] + others
         told = [(step.names, step.flags) for step in steps if step.flags is not None]
         # Here the host waits for its devices.
-        known = on_host([*sound, *(flags for _, flags in told)])
+        known = on_host([*(step.norms for step in steps), *sound, *(flags for _, flags in told)])
+        for step in steps:
+            step.norms = known.pop(0)
         unused = {
             name
             for (names, _), flags in zip(told, known[len(sound) :], strict=True)

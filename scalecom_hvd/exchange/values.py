@@ -63,9 +63,11 @@ class Values:
 
 def norms_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """(number of tensors,): the norm of each. No host waits. Very large ones are infinite."""
-    wide = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else torch.float32
-    norms = torch._foreach_norm(list(tensors), 2, dtype=wide) if tensors else []
-    return torch.stack([each.double() for each in norms]) if norms else torch.zeros(0)
+    if not tensors:
+        return torch.zeros(0, device="cpu")
+    has_double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    wide = torch.float64 if has_double else torch.float32
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=wide)).double()
 
 
 def norm(tensors: Sequence[torch.Tensor]) -> float:
