@@ -35,7 +35,6 @@ def stacked(rows: int, height: float, **more: Any) -> tuple[Any, Any]:
     return plt.subplots(rows, 1, figsize=(WIDTH, height), layout="constrained", **more)
 
 
-# --------------------------------------------------------------------------------------------------
 # measured
 
 # Some methods are not measured everywhere.
@@ -164,7 +163,6 @@ def meetings() -> Any:
     return figure
 
 
-# --------------------------------------------------------------------------------------------------
 # explained
 
 # One tensor's elements on three ranks, in hundredths: gradients and residues.

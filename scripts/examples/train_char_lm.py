@@ -68,7 +68,6 @@ def cross_entropy(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
-# --------------------------------------------------------------------------------------------------
 # text
 
 
@@ -130,7 +129,6 @@ def windows_at(text: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     return text[starts[:, None] + torch.arange(WINDOW + 1)].long()
 
 
-# --------------------------------------------------------------------------------------------------
 # models
 
 

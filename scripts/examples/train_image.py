@@ -57,7 +57,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     return training_torch.train(args, title, model, loss_of, evaluate)
 
 
-# --------------------------------------------------------------------------------------------------
 # data
 
 
@@ -93,7 +92,6 @@ def augment(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return moved.permute(0, 3, 1, 2).contiguous()
 
 
-# --------------------------------------------------------------------------------------------------
 # models
 
 

@@ -34,7 +34,6 @@ class WrongInput(Exception):
     """
 
 
-# --------------------------------------------------------------------------------------------------
 # options
 
 
@@ -139,7 +138,6 @@ def learning_rate(args: argparse.Namespace, step: int, ranks: int) -> float:
     return peak * (1 + math.cos(math.pi * step / args.steps)) / 2
 
 
-# --------------------------------------------------------------------------------------------------
 # data
 
 
@@ -167,7 +165,6 @@ def deal(args: argparse.Namespace, examples: int, step: int, hvd: ModuleType) ->
     return epoch, slice(position * together + hvd.rank(), (position + 1) * together, hvd.size())
 
 
-# --------------------------------------------------------------------------------------------------
 # checkpoints
 
 
@@ -239,7 +236,6 @@ def latest_checkpoint(args: argparse.Namespace, hvd: ModuleType) -> int:
     return found.get("step", 0)
 
 
-# --------------------------------------------------------------------------------------------------
 # progress, metrics
 
 

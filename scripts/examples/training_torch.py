@@ -114,7 +114,6 @@ def apply_gradients(args: argparse.Namespace, optimizer: torch.optim.Optimizer, 
     return lr
 
 
-# --------------------------------------------------------------------------------------------------
 # data
 
 
@@ -140,7 +139,6 @@ def ratio_over_ranks(numerator: float, denominator: float, name: str) -> float:
     return float(sums[0] / sums[1])
 
 
-# --------------------------------------------------------------------------------------------------
 # checkpoints
 
 

@@ -152,7 +152,6 @@ def start_ranks(args: argparse.Namespace, script: str, launcher: str) -> None:
         sys.exit(f"{failed}; finished runs are kept, and a second call goes on from there")
 
 
-# --------------------------------------------------------------------------------------------------
 # what ranks do
 
 
@@ -196,7 +195,6 @@ def residues_thrown_away() -> Iterator[None]:
         hook.remove()
 
 
-# --------------------------------------------------------------------------------------------------
 # reporting
 
 
