@@ -190,6 +190,9 @@ class ScaleCom(Tracked, Compressor):
             )
         config = config if config is not None else ScaleComConfig.from_env()
         self._streams: list[_Stream] = []
+        if fields.get("outliers") is not None:
+            raise ValueError("in TensorFlow residues keep everything: leave outliers out")
+        fields["outliers"] = None
         self._settings = _Settings(config.replace(**fields), self._streams)
         if self.config.warmup_steps and self.config.warmup_rate > 1:
             raise ValueError(

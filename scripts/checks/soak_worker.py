@@ -70,7 +70,9 @@ class Trainer:
         self.forward: torch.nn.Module = self.model
         self.parameters = dict(self.model.named_parameters())
         named = [self.parameters.items()] if plan.optimizer == "stock" else []
-        self.compression = pkgutil.resolve_name(plan.method)(*named, **plan.settings)
+        method = pkgutil.resolve_name(plan.method)
+        # Everything must be accounted for.
+        self.compression = method(*named, outliers=None, **plan.settings)
         self.optimizer = self.distributed(torch.optim.SGD(self.parameters.values(), LR, 0.9))
         self.came: Tensors = {}  # the gradients of the last backward, before anybody changed them
         self.committed: dict[str, Any] = {}  # digests of the last commit

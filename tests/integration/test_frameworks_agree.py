@@ -18,7 +18,7 @@ WORKER = Path(__file__).with_name("worker_frameworks.py")
 
 def hold_to_reference(directory, framework, mode, ranks) -> None:
     settings, groups = MODES[mode]
-    config = ScaleComConfig(**settings)
+    config = ScaleComConfig(outliers=None, **settings)
     reference = ScaleComReference(ranks, SHAPES, config, groups)
     with np.load(directory / f"{framework}-{mode}.npz") as saved:
         averages = dict(saved)

@@ -23,7 +23,7 @@ def in_torch(settings, groups):
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.values(), lr=0.1),
         named_parameters=model.items(),
-        compression=hvd.ScaleCom(**settings),
+        compression=hvd.ScaleCom(outliers=None, **settings),
         groups=[[model[name] for name in group] for group in groups],
     )
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scalecom_hvd.ddp import DistributedOptimizer, ScaleCom, ScaleComState, scalecom_hook
 
-SETTINGS = {"rate": 10, "beta": 1.0, "dense": (), "warmup_steps": 0, "min_numel": 60}
+SETTINGS = {"rate": 10, "beta": 1.0, "dense": (), "min_numel": 60, "outliers": None}
 
 
 class Given(nn.Module):

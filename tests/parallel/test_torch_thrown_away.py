@@ -26,7 +26,7 @@ def make(library, **settings):
     """Parameters of zeros, plain SGD with learning rate 1, and the compressor."""
     model = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     named = {"named_parameters": model.items()} if library is stock else {}
-    every = {"rate": 10, "beta": 1.0, "dense": ["bias"], "warmup_steps": 0, "min_numel": 2}
+    every = {"rate": 10, "beta": 1.0, "dense": ["bias"], "min_numel": 2, "outliers": None}
     compressor = hvd.ScaleCom(**named, **(every | settings))
     optimizer = library.DistributedOptimizer(
         torch.optim.SGD(model.values(), lr=1.0), model.items(), compression=compressor

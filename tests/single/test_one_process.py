@@ -78,6 +78,7 @@ def test_the_stats_before_training():
         "skipped_steps": 0,
         "residue_norm": 0.0,
         "residue_ratio": None,
+        "outliers": 0,
     }
 
 
