@@ -47,28 +47,30 @@ class _Steps:
 
     Attributes:
         begun: how many steps began.
-        under_way: whether a step is under way. It may evaluate its closure, which averages, several
-            times. If the script's own error ended a step, this stays true until the next step ends.
+        under_way: the optimizer whose step is under way. The step may evaluate its closure, which
+            averages, several times. If the script's own error ended a step, this stays until the
+            next step ends.
     """
 
     def __init__(self) -> None:
-        self.begun, self.under_way = 0, False
+        self.begun = 0
+        self.under_way: weakref.ref[torch.optim.Optimizer] | None = None
         register_optimizer_step_pre_hook(self._begins)
         register_optimizer_step_post_hook(self._ends)
 
-    def _begins(self, *_: object) -> None:
+    def _begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.begun += 1
-        self.under_way = True
+        self.under_way = weakref.ref(optimizer)
 
     def _ends(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self.under_way = False
+        self.under_way = None
         for each in list(_everyone):
             each.note_step(p for group in optimizer.param_groups for p in group["params"])
 
 
 def end_step_by_error() -> None:
     """Gradients are refused. The error also ends the step under way, if there is one."""
-    _steps.under_way = False
+    _steps.under_way = None
 
 
 class UnusedAverages:
@@ -141,7 +143,10 @@ class UnusedAverages:
 
     def _is_in_one_step(self) -> bool:
         """A step may evaluate its closure several times, and uses all that this averages."""
-        return _steps.under_way and self._averaged_in == _steps.begun
+        optimizer = None if _steps.under_way is None else _steps.under_way()
+        if optimizer is None or self._averaged_in != _steps.begun:
+            return False
+        return any(p in self._names for group in optimizer.param_groups for p in group["params"])
 
     def note_dropped(self, name: str) -> None:
         """A face knows that p.grad is no longer what the last exchange left there."""
