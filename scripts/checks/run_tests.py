@@ -167,7 +167,11 @@ LONG = {
     "ddp, torchrun -np 3": on_ranks(SUMS),
     "device, one process, the rest": pytest("delayed", SLOW, marks=LONG_ONES),
     "long integration": Part(
-        ["pytest", "-q", "--color=no", *AT_ONCE, "--timeout=1000"], HARMFUL, LONG_ONES, alone=True
+        ["pytest", "-q", "--color=no", *AT_ONCE, "--timeout=1000"],
+        HARMFUL,
+        LONG_ONES,
+        limit=2400,
+        alone=True,
     ),
 }
 NIGHTLY = {
