@@ -59,7 +59,7 @@ class BucketStep:
             They count as zero here, and all ranks skip the step.
         has_received: whether the step was told its averages.
         norms: (number of `compressed`,) of the gradients, in the residues' units. The host does not
-            wait for them.
+            wait for them. If the step is sent whole, nobody needs them: (0,).
 
     Raises:
         RuntimeError: a gradient differs from its tensor in size or device.
@@ -96,7 +96,7 @@ class BucketStep:
         for kernel, members in bucket.kernels:
             frozen = [self.frozen[i] for i in members]
             kernel.begin([own[i] for i in members], frozen, scale)
-        self.norms = norms_of(own) * scale
+        self.norms = norms_of([] if whole else own) * scale
 
     @property
     def _own_grads(self) -> list[torch.Tensor]:

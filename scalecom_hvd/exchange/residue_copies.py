@@ -82,7 +82,9 @@ class ResidueCopies:
 
     def _note(self, names: Collection[str], lost: list[str]) -> None:
         if lost:
-            log.warning(LOST, listed(lost), "" if self._is_needed else "; from now on they go back")
+            log.warning(
+                LOST, listed(lost), "" if self._is_needed else "; from now on all goes back"
+            )
         elif not self._is_needed:
             log.info(GIVEN_BACK, listed(names))
         self._is_needed = True

@@ -121,7 +121,9 @@ class UnusedAverages:
 
     def come(self, name: str) -> None:
         """Backward has a gradient, and is about to add it to p.grad."""
-        if name not in self._waiting or name in self._dropped | self._zero | self._kept:
+        if name not in self._waiting:
+            return
+        if any(name in found for found in (self._dropped, self._zero, self._kept)):
             return
         grad = self._own[name].grad
         if grad is None:
