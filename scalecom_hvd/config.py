@@ -79,8 +79,7 @@ class ScaleComConfig:
 
     If a gradient is longer, its residue is scaled down by the power of two that would have brought
     the gradient below this, and what is cut off is lost. So one batch with a huge loss does not
-    fill the steps after it, even if the script clips gradients. None: residues keep everything. In
-    TensorFlow they do so too.
+    fill the steps after it, even if the script clips gradients. None: residues keep everything.
     """
 
     min_numel: int = 2048

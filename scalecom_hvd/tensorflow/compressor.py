@@ -82,6 +82,7 @@ class _Stream(Tracked):
     def __init__(self) -> None:
         super().__init__()
         self.residues: dict[str, tf.Variable] = {}  # by name
+        self.recent_norms: dict[str, tf.Variable] = {}  # by name
         self.progress: dict[str, Progress] = {}  # of its exchanges, by label
 
 
@@ -190,9 +191,6 @@ class ScaleCom(Tracked, Compressor):
             )
         config = config if config is not None else ScaleComConfig.from_env()
         self._streams: list[_Stream] = []
-        if fields.get("outliers") is not None:
-            raise ValueError("in TensorFlow residues keep everything: leave outliers out")
-        fields["outliers"] = None
         self._settings = _Settings(config.replace(**fields), self._streams)
         if self.config.warmup_steps and self.config.warmup_rate > 1:
             raise ValueError(
@@ -319,6 +317,7 @@ class ScaleCom(Tracked, Compressor):
         self._take_up_residues(stream, new)
         tensors.update(mine)
         kept.residues.update({name: tensor.residue for name, tensor in new.items()})
+        kept.recent_norms.update({name: tensor.recent for name, tensor in new.items()})
         label = _label(stream, list(variables))
         if label not in kept.progress:
             kept.progress[label] = self._make_progress(stream, label, variables, mine)
@@ -398,7 +397,8 @@ class ScaleCom(Tracked, Compressor):
             "collectives": how many there are per step. "residue_norm": the Euclidean norm of all
             residues. Computing it reads them all. "residue_ratio": the norm of residues / beta,
             which is what waits, divided by the norm of gradients. It is measured every 100 steps,
-            and is None before the first measurement.
+            and is None before the first measurement. "outliers": how many gradients of a tensor
+            were longer than config.outliers allows, on this rank in this process.
         """
         numbers = dict(_NOTHING_SENT)
         for n, exchange in enumerate(self.exchanges()):
@@ -410,7 +410,8 @@ class ScaleCom(Tracked, Compressor):
                     numbers[key] = max(numbers[key], value) if largest else numbers[key] + value
         residues = [residue for stream in self._streams for residue in stream.residues.values()]
         norms = [float(np.linalg.norm(value_of(r).astype(np.float64))) for r in residues]
-        return numbers | {"residue_norm": math.hypot(*norms)}
+        outliers = sum(int(value_of(tensor.recent)[2]) for tensor in self._tensors().values())
+        return numbers | {"residue_norm": math.hypot(*norms), "outliers": outliers}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residues and steps. Every rank has to save them with the model.
@@ -420,8 +421,9 @@ class ScaleCom(Tracked, Compressor):
 
         Returns:
             Arrays and numbers: {"version", "step", "config", "settings": the method's, "residues":
-            {name: array shaped like the variable}, "exchanges": what else each exchange needs}. If
-            there are residues, "rank" and "ranks" say whose they are.
+            {name: array shaped like the variable}, "recent_norms": {name: [longest, count]},
+            "exchanges": what else each exchange needs}. If there are residues, "rank" and "ranks"
+            say whose they are.
         """
         # A loaded state that no variable has taken up yet must be saved, too.
         loaded = self._bound.loaded or {"step": 0, "residues": {}}
@@ -429,6 +431,7 @@ class ScaleCom(Tracked, Compressor):
             name: value_of(tensor.residue).reshape(tensor.shape)
             for name, tensor in self._tensors().items()
         }
+        recent = {name: value_of(own.recent)[:2].tolist() for name, own in self._tensors().items()}
         exchanges = loaded.get("exchanges", {}) | {
             label: progress.as_dict()
             for stream in self._streams
@@ -441,6 +444,7 @@ class ScaleCom(Tracked, Compressor):
             "config": self.config.to_dict(),
             "settings": SETTINGS,
             "residues": loaded["residues"] | residues,
+            "recent_norms": loaded.get("recent_norms", {}) | recent,
             "exchanges": exchanges,
         } | _place(bool(loaded["residues"] or residues))
 
@@ -490,9 +494,11 @@ class ScaleCom(Tracked, Compressor):
             # Variables that join later may have been frozen when the state was saved.
             wanted = found if any(self._bound.tensors) else shapes
             check_residues({name: np.shape(saved[name]) for name in found}, wanted)
+        norms = self._bound.loaded.get("recent_norms", {})
         for name, tensor in tensors.items():
-            zeros = np.zeros(tensor.shape)
-            set_value(tensor.residue, saved.get(_in_stream(stream, name), zeros))
+            own = _in_stream(stream, name)
+            set_value(tensor.residue, saved.get(own, np.zeros(tensor.shape)))
+            set_value(tensor.recent, [*norms.get(own, (0, 0)), 0])
 
     def _take_up_progress(self, progress: Progress) -> None:
         """Give an exchange the step, and look-ahead's offsets, that were loaded for it."""

@@ -20,6 +20,7 @@ and the framework-free rooms.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import sys
@@ -38,6 +39,7 @@ from scalecom_hvd.agreement import (
 )
 from scalecom_hvd.bucket_layout import group_names, split, step_stats
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.recent_norms import KEPT, LEAST
 from scalecom_hvd.schedule import leader
 from scalecom_hvd.tensorflow.bucket import Bucket, Now
 from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, set_value, value_of
@@ -294,6 +296,9 @@ class Exchange:
             if self.config.lookahead:
                 self.progress.ahead.assign(True)
             self.progress.whole.assign(now.whole)
+            if self.config.outliers is not None:
+                whole = tf.convert_to_tensor(now.whole)
+                tf.cond(whole, tf.no_op, lambda: self._scale_after_outliers(flat, now))
             updated = [residue for result in results for residue in result.updated]
             if updated:
                 self._look(flat, updated, now)
@@ -308,6 +313,33 @@ class Exchange:
             }
 
         return tf.cond(sound, commit, skip)
+
+    def _scale_after_outliers(self, grads: Mapping[str, tf.Tensor], now: Now) -> tf.Operation:
+        """Scale residues down whose gradients are outliers, as RecentNorms.share says."""
+        tensors = [tensor for bucket in self.buckets for tensor in bucket.compressed]
+        if not tensors:
+            return tf.no_op()
+        norms = tf.stack([_norm(grads[tensor.name]) for tensor in tensors])
+        norms *= 1.0 if now.scale is None else now.scale
+        recent = tf.stack([tensor.recent.read_value() for tensor in tensors], 1)
+        longest, count, outliers = tf.unstack(recent)
+        counts = (norms > 0) & tf.math.is_finite(norms)
+        limit = self.config.outliers * longest
+        is_outlier = counts & (count >= LEAST) & (norms > limit)
+        shares = tf.where(is_outlier, 2 ** tf.floor(tf.math.log(limit / norms) / math.log(2)), 1)
+        longest = tf.where(counts, tf.maximum(norms * shares, KEPT * longest), longest)
+        noted = tf.stack(
+            [
+                longest,
+                count + tf.cast(counts, count.dtype),
+                outliers + tf.cast(is_outlier, count.dtype),
+            ],
+            1,
+        )
+        for tensor, own, share in zip(tensors, tf.unstack(noted), tf.unstack(shares), strict=True):
+            tensor.recent.assign(own)
+            tf.cond(share < 1, functools.partial(_scale, tensor.residue, share), tf.no_op)
+        return tf.no_op()
 
     def _look(
         self, grads: Mapping[str, tf.Tensor], residues: Sequence[tf.Tensor], now: Now
@@ -374,3 +406,14 @@ class Exchange:
         skipped = int(value_of(self.progress.skipped))
         ratio = ratio_of(value_of(self.progress.norms))
         return {"step": step, "skipped_steps": skipped, **last, "residue_ratio": ratio}
+
+
+def _norm(tensor: tf.Tensor) -> tf.Tensor:
+    """A gradient's norm, in float64. Squares of large elements may overflow in float32."""
+    wide = tf.cast(tensor, tf.float64 if tensor.dtype == tf.float64 else tf.float32)
+    norm = tf.cast(tf.norm(wide), tf.float64)
+    return tf.cond(tf.math.is_inf(norm), lambda: tf.norm(tf.cast(tensor, tf.float64)), lambda: norm)
+
+
+def _scale(residue: tf.Variable, share: tf.Tensor) -> tf.Operation:
+    return residue.assign(residue * tf.cast(share, residue.dtype), read_value=False)

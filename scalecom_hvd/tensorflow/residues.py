@@ -50,7 +50,11 @@ def set_value(variable: tf.Variable, value: ArrayLike) -> None:
 
 
 class CompressedTensor:
-    """One compressed variable on this rank. Its residue (N,) is zero at the start."""
+    """One compressed variable on this rank. Its residue (N,) is zero at the start.
+
+    Attributes:
+        recent: (3,), what recent_norms.RecentNorms holds: longest, count and outliers.
+    """
 
     def __init__(
         self, name: str, variable: tf.Variable, rate: float, config: ScaleComConfig
@@ -63,6 +67,7 @@ class CompressedTensor:
         self.levels = config.levels  # L of values that travel as integers; 0: as numbers
         self.wire_dtype = tf.int8 if self.levels else self.dtype
         self.residue = make_variable((numel,), self.dtype, f"scalecom/{name}", variable.device)
+        self.recent = make_variable((3,), tf.float64, f"scalecom/{name}/recent")
 
 
 # Checkpoints track it like a tf.Module. But if a model holds it as an attribute, its variables are

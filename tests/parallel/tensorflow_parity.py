@@ -47,11 +47,19 @@ class Step:
 
 
 def run_against_reference(
-    dtype=np.float32, steps=12, shapes=ODD_SHAPES, tolerance=1e-5, traced=True, **settings
+    dtype=np.float32,
+    steps=12,
+    shapes=ODD_SHAPES,
+    tolerance=1e-5,
+    traced=True,
+    outliers=(),
+    **settings,
 ):
     """Feed the same made-up gradients to real ranks and to the oracle.
 
     Every average, selection and residue must agree.
+
+    outliers: pairs of a rank and a step whose gradients are 1000 times as long.
     """
     settings.setdefault("min_numel", 2)
     n, rank = hvd.size(), hvd.rank()
@@ -60,6 +68,8 @@ def run_against_reference(
     reference = ScaleComReference(n, shapes, compressor.config)
     for number in range(steps):
         everyone = [gradients(shapes, r, number, dtype) for r in range(n)]
+        for own in (everyone[r] for r, at in outliers if at == number):
+            own |= {name: grad * dtype(1000) for name, grad in own.items()}
         got = step(everyone[rank])
         if number == 0:
             buckets = compressor.exchanges()[0].buckets

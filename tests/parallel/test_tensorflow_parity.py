@@ -7,6 +7,8 @@ import pytest
 from parity_cases import in_all_cases
 from tensorflow_parity import run_against_reference
 
+import scalecom_hvd.tensorflow as hvd
+
 
 @in_all_cases
 def test_parity(settings):
@@ -24,6 +26,16 @@ def test_parity(settings):
 def test_plain_operations(settings, lookahead, monkeypatch):
     monkeypatch.setenv("SCALECOM_KERNEL", "tensorflow")
     run_against_reference(**settings, beta=0.3, lookahead=lookahead)
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_outliers(lookahead):
+    outliers = [(0, 13), (1, 15)]
+    settings = {"rate": 8, "lookahead": lookahead}
+    compressor = run_against_reference(outliers=outliers, steps=18, **settings)
+    of_this_rank = [rank for rank, _ in outliers if rank == hvd.rank()]
+    residues = compressor.state_dict()["residues"]
+    assert compressor.stats()["outliers"] == len(of_this_rank) * len(residues)
 
 
 def test_eagerly():

@@ -60,15 +60,13 @@ def test_settings_of_the_object(monkeypatch):
     assert hvd.ScaleCom().config.rate == 50
     assert hvd.ScaleCom(rate=20).config.rate == 20
     config = hvd.ScaleCom(config=hvd.ScaleComConfig(rate=30), beta=0.1).config
-    assert config == hvd.ScaleComConfig(rate=30, bits=4, beta=0.1, nu=1, outliers=None)
+    assert config == hvd.ScaleComConfig(rate=30, bits=4, beta=0.1, nu=1)
     with pytest.raises(ValueError, match="did you mean beta"):
         hvd.ScaleCom(betta=0.1)
     with pytest.raises(TypeError, match="a LossScaleOptimizer or a callable"):
         hvd.ScaleCom(loss_scale=65536)
     with pytest.raises(TypeError, match="named_parameters is for PyTorch"):
         hvd.ScaleCom(named_parameters=[])
-    with pytest.raises(ValueError, match="leave outliers out"):
-        hvd.ScaleCom(outliers=4)
 
 
 def test_the_stats_before_training():
