@@ -185,6 +185,9 @@ class Health:
         self.norms = [[0.0] * 3, [0.0] * 3]
         self._warned = False
         self._skips = 0
+        # How many gradients were not zero up to the last look; None if there was no look.
+        self._not_zero: int | None = None
+        self._warned_of_zeros = False
 
     @property
     def ratio(self) -> float | None:
@@ -211,14 +214,29 @@ class Health:
         """Note that a step counted."""
         self._skips = 0
 
-    def look(self, step: int, residues: float, gradients: float, limit: float) -> None:
+    def look(
+        self, step: int, residues: float, gradients: float, limit: float, not_zero: int
+    ) -> None:
         """Take in the norms of one step. Logs a warning, once, if residues keep growing.
+
+        It also logs one if all gradients of this rank were zero since the last look.
 
         Args:
             step: its number.
             residues, gradients: the norms of what waits (residues / beta), and of the gradients.
             limit: as growth_limit gives it.
+            not_zero: how many gradients before this step were not zero, in this process.
         """
+        if not self._warned_of_zeros and gradients == 0 and not_zero == self._not_zero:
+            self._warned_of_zeros = True
+            log.warning(
+                "step %d: for %d steps, each gradient of a compressed tensor has been zero on "
+                "this rank. Look at its loss and its data, and whether the loss depends on the "
+                "parameters",
+                step,
+                LOOK_EVERY,
+            )
+        self._not_zero = not_zero
         self.norms = [[*self.norms[0][1:], residues], [*self.norms[1][1:], gradients]]
         waiting, own = self.norms
         if not self._warned and keep_growing(waiting, own, limit):

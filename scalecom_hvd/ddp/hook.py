@@ -35,6 +35,7 @@ from scalecom_hvd.exchange.gradients import flat_tensor
 from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.node_exchange import NodeExchange
+from scalecom_hvd.exchange.not_compiled import not_compiled
 from scalecom_hvd.exchange.unused_averages import UnusedAverages
 from scalecom_hvd.saved_state import Saved
 
@@ -291,6 +292,7 @@ class ScaleComState:
         self._begin()
 
 
+@not_compiled
 def scalecom_hook(
     state: ScaleComState, bucket: dist.GradBucket, *others: Any
 ) -> torch.futures.Future[torch.Tensor]:

@@ -48,6 +48,7 @@ from scalecom_hvd.exchange.local.outer_step import Outer
 from scalecom_hvd.exchange.local.recipes import everything_whole
 from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.exchange.node import Node
+from scalecom_hvd.exchange.not_compiled import not_compiled
 from scalecom_hvd.exchange.optimizer_gradients import OptimizerGradients
 
 _Compression: TypeAlias = Method | type[Method] | None
@@ -333,6 +334,7 @@ class _Averaging:
             node.register_hook(functools.partial(_report, itself, parameter))
             self._nodes.append(node)
 
+    @not_compiled
     def synchronize(self) -> None:
         """Average gradients now, also those that backward did not reach: other ranks may have some.
 
@@ -372,6 +374,7 @@ class _Averaging:
     def synchronize_parameters(self) -> None:
         """Do nothing: parameters are the same on all ranks after every step."""
 
+    @not_compiled
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Average gradients, except inside skip_synchronize(), and take a step."""
         if self._should_synchronize:
@@ -410,6 +413,7 @@ class _Averaging:
         return self._method  # type: ignore[attr-defined]
 
 
+@not_compiled
 def _report(optimizer: Callable[[], Any], parameter: torch.Tensor, *_: Any) -> None:
     """A gradient has been accumulated."""
     self = optimizer()

@@ -30,6 +30,7 @@ from scalecom_hvd.exchange.faces import check_parameters
 from scalecom_hvd.exchange.gradients import flat_tensor, local_part
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.node import Node
+from scalecom_hvd.exchange.not_compiled import not_compiled
 from scalecom_hvd.exchange.optimizer_gradients import StartsAlike
 from scalecom_hvd.exchange.unused_averages import UnusedAverages
 
@@ -196,6 +197,14 @@ class ShardedGradients:
         if self._backward is not None:
             self.forget(keeps=False)
 
+    def refuse_inside_backward(self) -> None:
+        """Raise an error if backward has brought gradients, and has not ended."""
+        if self._backward is not None and torch._C._current_graph_task_id() == self._backward:
+            raise RuntimeError(
+                "step() was called inside backward, by a hook. Gradients of shards are averaged "
+                "between nodes when backward ends: call step() after backward()"
+            )
+
     @property
     def known(self) -> Mapping[torch.Tensor, Any]:
         """The parameters that ranks have agreed on."""
@@ -206,6 +215,7 @@ class ShardedGradients:
 _served_by: MutableMapping[torch.Tensor, weakref.ref[ShardedGradients]] = WeakTensorKeyDictionary()
 
 
+@not_compiled
 def _report(gradients: Callable[[], ShardedGradients | None], parameter: torch.Tensor) -> None:
     own = gradients()
     # None: the optimizer was deleted, and its parameters are still in use.
@@ -250,6 +260,7 @@ class AveragesInBackward:
     _gradients: ShardedGradients
     _method: Method
 
+    @not_compiled
     def synchronize(self) -> None:
         """Average what backward did not, because backward_passes_per_step waits for more."""
         self._gradients.exchange()
@@ -268,8 +279,14 @@ class AveragesInBackward:
         self._gradients.end_failed_backward()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
+    @not_compiled
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a step with the averages."""
+        """Take a step with the averages.
+
+        Raises:
+            RuntimeError: a hook of backward calls this, when there are no averages yet.
+        """
+        self._gradients.refuse_inside_backward()
         groups = self.param_groups  # type: ignore[attr-defined]
         check_parameters(groups, self._gradients.known, "average")
         self._gradients.exchange()

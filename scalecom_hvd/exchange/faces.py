@@ -22,6 +22,7 @@ from scalecom_hvd.exchange.local.rounds_alive import any_held, rounds_of
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.new_gradients import SparseAverage
 from scalecom_hvd.exchange.node import Node
+from scalecom_hvd.exchange.not_compiled import not_compiled
 from scalecom_hvd.exchange.optimizer_gradients import OptimizerGradients
 from scalecom_hvd.exchange.unused_averages import end_step_by_error
 from scalecom_hvd.schedule import Schedule
@@ -81,6 +82,7 @@ def local_members(
     """
     known = set(parameters)
 
+    @not_compiled
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step on this rank's own parameters, and synchronise if that is due.
 

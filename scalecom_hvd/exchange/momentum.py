@@ -36,6 +36,7 @@ from torch.optim.optimizer import (
 
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.gradients import local_part
+from scalecom_hvd.exchange.not_compiled import not_compiled
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.quasi_hyperbolic import UNKNOWN, kappa_of
 
@@ -320,10 +321,5 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         _mix(mixes, back=True)
 
 
-# torch.compile leaves these as they are. torch.compiler.disable sets the same mark, but imports all
-# of Dynamo.
-for _function in (_before_step, _after_step):
-    vars(_function)["_torchdynamo_disable"] = True
-
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
+register_optimizer_step_pre_hook(not_compiled(_before_step))
+register_optimizer_step_post_hook(not_compiled(_after_step))

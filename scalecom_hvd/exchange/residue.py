@@ -190,7 +190,8 @@ class Residues:
         """See whether residues grow, given each bucket's norms of residues and gradients."""
         residues, grads = (math.hypot(*(pair[which] for pair in norms)) for which in (0, 1))
         waits, limit = residues / self.config.beta, growth_limit(self.rates.values(), self.config)
-        self.health.look(self.step, waits, grads, limit)
+        not_zero = sum(tensor.norms.count for tensor in self.tensors.values())
+        self.health.look(self.step, waits, grads, limit, not_zero)
 
     def scale_after_outliers(self, norms: Mapping[str, float]) -> None:
         """Scale residues down whose tensors had an outlier in this step. See config.outliers.

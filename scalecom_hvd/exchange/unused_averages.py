@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 )
 
 from scalecom_hvd.exchange.gradients import local_part
+from scalecom_hvd.exchange.not_compiled import not_compiled
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -55,8 +56,8 @@ class _Steps:
     def __init__(self) -> None:
         self.begun = 0
         self.under_way: weakref.ref[torch.optim.Optimizer] | None = None
-        register_optimizer_step_pre_hook(self._begins)
-        register_optimizer_step_post_hook(self._ends)
+        register_optimizer_step_pre_hook(not_compiled(self._begins))
+        register_optimizer_step_post_hook(not_compiled(self._ends))
 
     def _begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.begun += 1
@@ -200,6 +201,7 @@ _everyone: weakref.WeakSet[UnusedAverages] = weakref.WeakSet()
 _steps = _Steps()
 
 
+@not_compiled
 def _before_backward(
     averages: Callable[[], UnusedAverages | None], name: str, _: torch.Tensor
 ) -> None:

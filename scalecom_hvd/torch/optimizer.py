@@ -42,6 +42,7 @@ from scalecom_hvd.exchange.local.local_steps import LocalSteps
 from scalecom_hvd.exchange.local.outer_step import Outer
 from scalecom_hvd.exchange.local.recipes import everything_whole
 from scalecom_hvd.exchange.methods import Method
+from scalecom_hvd.exchange.not_compiled import not_compiled
 from scalecom_hvd.exchange.optimizer_gradients import OptimizerGradients
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives, where_it_ends
 from scalecom_hvd.torch.horovod_nodes import peers_and_node
@@ -254,6 +255,7 @@ def _check_settings_of_nodes(
     check_left_out("nodes=", settings)
 
 
+@not_compiled
 def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], None]:
     """Report a gradient. Returns the function that Horovod's synchronize() calls for the result.
 
@@ -274,6 +276,7 @@ def _grouped_allreduce_grad_async(self: Any, ps: Sequence[torch.Tensor]) -> None
     )
 
 
+@not_compiled
 def _synchronize(self: Any) -> None:
     """Do what Horovod's method does, unless no rank has gradients that are not exchanged yet."""
     if self._requires_update:
@@ -289,6 +292,7 @@ def _synchronize(self: Any) -> None:
     self._synchronized = True
 
 
+@not_compiled
 def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     """Do what Horovod's method does: average gradients, and call the next base's step()."""
     return horovod_optimizer._DistributedOptimizer.__dict__["step"](self, closure)

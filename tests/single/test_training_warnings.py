@@ -47,7 +47,8 @@ def test_a_run_too_short_for_its_rate(caplog, steps, warmup, rates, warned):
 def look(norms, rate=100.0):
     health = Health()
     for number, (residues, gradients) in enumerate(norms):
-        health.look(100 * number, residues, gradients, growth_limit([1.0, rate], ScaleComConfig()))
+        limit = growth_limit([1.0, rate], ScaleComConfig())
+        health.look(100 * number, residues, gradients, limit, not_zero=100 * number)
     return health
 
 
@@ -70,6 +71,24 @@ def test_residues_that_keep_growing(caplog, norms, warnings):
     assert len(caplog.records) == warnings
     largest = max(gradients for _, gradients in norms[-3:])
     assert health.ratio == (pytest.approx(norms[-1][0] / largest) if largest else None)
+
+
+@pytest.mark.parametrize(
+    ("counts", "warnings"),
+    [
+        ([0, 0, 0], 1),  # and only one warning
+        ([7, 7, 9], 1),
+        ([0, 1, 2], 0),  # one gradient in between was not zero
+        ([0], 0),
+    ],
+    ids=str,
+)
+def test_gradients_that_are_zero_all_the_time(caplog, counts, warnings):
+    health = Health()
+    for number, count in enumerate(counts):
+        health.look(100 * number, 1.0, 0.0, 50.0, count)
+    assert len(caplog.records) == warnings
+    assert not warnings or "step 100: for 100 steps, each gradient" in caplog.text
 
 
 def test_steps_that_never_count(caplog):

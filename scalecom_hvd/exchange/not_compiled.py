@@ -1,0 +1,36 @@
+"""What torch.compile must run as it is: the library's hooks, and what an optimizer adds to a step.
+
+If a script compiles its whole training step, Dynamo traces what it finds there. The exchange waits
+for ranks and calls C, so nothing of it can be compiled. Imports nothing of this package.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function. torch.compile leaves it, and all that it calls, as it is."""
+    disabled: Callable[P, T] | None = None
+
+    @functools.wraps(function)
+    def as_it_is(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal disabled
+        # torch.compiler.disable imports all of Dynamo. Without Dynamo, nothing compiles.
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if disabled is None:
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    # The mark that torch.compiler.disable sets.
+    vars(as_it_is)["_torchdynamo_disable"] = True
+    return as_it_is
