@@ -104,6 +104,7 @@ class ScaleComState:
         self._exchange: Exchange | None = None
         # With a mesh, this is in front of the exchange.
         self._in_node: NodeExchange | None = None
+        self._unused: UnusedAverages | None = None
         self._reduced: list[_Reduced] = []
         # Names of parameters whose gradients this backward has not brought yet.
         self._missing: set[str] = set()
@@ -154,8 +155,8 @@ class ScaleComState:
         # DDP made parameters the same on all ranks when it wrapped the model. They may still differ
         # between ranks when ranks first average: sharpness-aware steps move them under no_sync().
         # So nothing compares them.
-        unused = UnusedAverages(parameters)
-        options = Options(drops_unused=drops, zeros_count=False, unused=unused)
+        self._unused = UnusedAverages(parameters)
+        options = Options(drops_unused=drops, zeros_count=False, unused=self._unused)
         if mesh is not None:
             collectives, ranks = peers_of(mesh, devices), ranks_of_node(mesh, devices)
             collectives.end_with(self)
@@ -229,17 +230,21 @@ class ScaleComState:
         if not self._missing:
             everything, self._reduced = self._reduced, []
             self._missing = set(self._names)
-            self._thread.submit(self._finish, everything)
+            # A rank that has joined (model.join()) calls this outside of any backward.
+            has_joined = torch._C._current_graph_task_id() == -1
+            self._thread.submit(self._finish, everything, has_joined)
         elif bucket.is_last():
             self._refuse_missing()
         return reduced.future
 
     @torch.no_grad()
-    def _finish(self, everything: Sequence["_Reduced"]) -> None:
+    def _finish(self, everything: Sequence["_Reduced"], has_joined: bool) -> None:
         """Wait for other ranks, and give DDP what it waits for: averages, or the error."""
         with self._exchange.streams.at_their_device():
             try:
                 averages = (self._in_node or self._exchange).finish()
+                if has_joined:  # the other ranks' steps use them
+                    self._unused.end(())
                 for reduced in everything:
                     reduced.take(averages)
                     reduced.given_back()

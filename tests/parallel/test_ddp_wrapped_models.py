@@ -143,3 +143,19 @@ def test_a_step_that_is_compiled_as_a_whole(face):
     assert "GradBucket" not in reasons
     for one, other in zip(*trained, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_joined_rank_averaged_was_not_thrown_away(caplog):
+    """The steps of other ranks used it."""
+    model = DistributedDataParallel(net())
+    state = ScaleComState(model, **SETTINGS)
+    model.register_comm_hook(state, scalecom_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with model.join():
+            for step in range(2 + dist.get_rank()):
+                optimizer.zero_grad()
+                model(batch(step)).square().mean().backward()
+                optimizer.step()
+    assert state.stats()["averages_thrown_away"] == 0
+    assert not [one for one in caplog.records if one.name == "scalecom_hvd"]
