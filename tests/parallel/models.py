@@ -26,6 +26,8 @@ __all__ = [
     "on_some_rank",
     "parameters",
     "same_on_all_ranks",
+    "take_steps",
+    "wrap",
 ]
 
 # For the two layers of `make_model`.
@@ -75,6 +77,37 @@ def feed(model: dict[str, torch.nn.Parameter], grads: dict[str, np.ndarray], ski
             loss = loss + (parameter * grad).sum().float()
     if loss.requires_grad:
         loss.backward()
+
+
+def wrap(library, model, lr=1.0, momentum=0.0, trained=None, options=None, **settings):
+    """Return an SGD that a library's DistributedOptimizer serves, and its ScaleCom.
+
+    trained: the parameters that the optimizer trains, if they are not the whole model.
+    options: the DistributedOptimizer's own. settings: the ScaleCom's.
+    """
+    from faces import hvd, stock
+
+    if library is stock:
+        settings["named_parameters"] = model.items()
+    trained, compressor = trained or model, hvd.ScaleCom(**settings)
+    sgd = torch.optim.SGD(trained.values(), lr=lr, momentum=momentum)
+    optimizer = library.DistributedOptimizer(
+        sgd, trained.items(), compression=compressor, **(options or {})
+    )
+    return optimizer, compressor
+
+
+def take_steps(optimizer, model, steps, skips=lambda rank, step: (), passes=1, dtype=np.float32):
+    """Train with made-up gradients. skips: the parameters that have none on a rank."""
+    from faces import hvd
+
+    shapes, rank = {name: tuple(p.shape) for name, p in model.items()}, hvd.rank()
+    for step in steps:
+        optimizer.zero_grad()
+        for part in range(passes):
+            grads = gradients(shapes, rank, step * passes + part, dtype)
+            feed(model, grads, skips(rank, step))
+        optimizer.step()
 
 
 def halve_gradient(parameter) -> None:
