@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from devices import DEVICE
-from faces import horovods_alone, hvd, in_every_library, stock
+from faces import horovods_alone, hvd, in_every_library
 from made_up import gradients
-from models import same_on_all_ranks
+from models import halve_gradient, same_on_all_ranks, wrap
+from models import parameters as zeros
 
 EVERYTHING = 1.0000001  # a rate at which k = N
 SMALL = {"weight": (40, 100), "bias": (50,)}
@@ -25,15 +26,19 @@ SIZES = pytest.mark.parametrize(
 
 
 def make(library, shapes, rate=EVERYTHING, **settings):
-    """Parameters of zeros, plain SGD with learning rate 1, and the compressor."""
-    model = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
-    named = {"named_parameters": model.items()} if library is stock else {}
-    everything = {"dense": ["bias"], "warmup_steps": 0, "min_numel": 2, "bits": 32}
-    compressor = hvd.ScaleCom(**named, **({"rate": rate} | everything | settings))
-    optimizer = library.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=1.0), model.items(), compression=compressor
-    )
-    return model, optimizer, compressor
+    """Return parameters of zeros, plain SGD with learning rate 1, and the compressor."""
+    model = zeros(shapes)
+    every = {"rate": rate, "dense": ["bias"], "warmup_steps": 0, "min_numel": 2, "bits": 32}
+    return model, *wrap(library, model, **(every | settings))
+
+
+def steps_of(model, optimizer, steps):
+    """For each step give its number, the gradients of all ranks, and this rank's loss."""
+    shapes = {name: tuple(p.shape) for name, p in model.items()}
+    for step in range(steps):
+        optimizer.zero_grad()
+        everyone = [gradients(shapes, rank, step) for rank in range(hvd.size())]
+        yield step, everyone, loss_of(model, everyone[hvd.rank()])
 
 
 def loss_of(model, grads):
@@ -43,7 +48,7 @@ def loss_of(model, grads):
 
 def changed(change, grads):
     """What a script's change makes of these gradients."""
-    own = {name: torch.nn.Parameter(torch.zeros(grad.shape)) for name, grad in grads.items()}
+    own = zeros({name: grad.shape for name, grad in grads.items()})
     for name, parameter in own.items():
         parameter.grad = torch.as_tensor(np.array(grads[name], np.float32))
     change(list(own.values()))
@@ -54,14 +59,14 @@ def mean(everyone):
     return {name: sum(own[name] for own in everyone) / len(everyone) for name in everyone[0]}
 
 
-def right_updates(change, everyone):
-    """What stock Horovod may give.
+def right_updates(change, everyone, ranks):
+    """What stock Horovod may give if some ranks change their gradients.
 
-    The script changes each rank's gradients, or their average, depending on which comes first.
+    If all do, each rank's gradients are changed, or their average, depending on which comes first.
     """
-    before = mean([changed(change, grads) for grads in everyone])
-    after = changed(change, mean(everyone))
-    return before, after
+    found = [changed(change, own) if rank in ranks else own for rank, own in enumerate(everyone)]
+    every_rank = len(ranks) == len(everyone)
+    return [mean(found), *([changed(change, mean(everyone))] if every_rank else [])]
 
 
 def close(one, other):
@@ -112,14 +117,7 @@ def holds_no_more_than(compressor, grads):
 
 
 def trains_as_stock_or_refuses(
-    library,
-    shapes,
-    script,
-    change,
-    spoil=lambda step, grads: grads,
-    steps=4,
-    may_refuse=True,
-    **settings,
+    library, script, change, shapes=SMALL, spoil=None, ranks=None, may_refuse=True, **settings
 ):
     """Take steps in which everything is chosen.
 
@@ -127,18 +125,17 @@ def trains_as_stock_or_refuses(
 
     script(model, optimizer, loss): one step of the script under test.
     change(parameters): what the script does to their gradients, for the reference.
-    spoil(step, {name: gradient} of each rank): what these become before backward.
+    spoil(step, gradients of all ranks): changes these before backward.
+    ranks: those that change their gradients. Default: all.
     may_refuse: whether the script's steps may be refused.
     """
     model, optimizer, compressor = make(library, shapes, **settings)
-    step_of_script = functools.partial(script, model, optimizer)
-    for step in range(steps):
-        everyone = [gradients(shapes, rank, step) for rank in range(hvd.size())]
-        everyone = spoil(step, everyone)
-        optimizer.zero_grad()
+    for step, everyone, mine in steps_of(model, optimizer, 4):
+        if spoil is not None:
+            spoil(step, everyone)
+            mine = loss_of(model, everyone[hvd.rank()])
         was = {name: p.detach().numpy().astype(np.float64) for name, p in model.items()}
-        mine = loss_of(model, everyone[hvd.rank()])
-        if refuses(lambda: step_of_script(mine)):  # noqa: B023
+        if refuses(lambda: script(model, optimizer, mine)):  # noqa: B023
             assert may_refuse
             finite = {name: np.nan_to_num(grad) for name, grad in everyone[hvd.rank()].items()}
             assert holds_no_more_than(compressor, finite)
@@ -146,11 +143,10 @@ def trains_as_stock_or_refuses(
                 np.testing.assert_array_equal(parameter.detach().double().numpy(), was[name])
             return
         update = {name: was[name] - p.detach().double().numpy() for name, p in model.items()}
-        before, after = right_updates(change, everyone)
-        is_right = close(update, before) or close(update, after)
-        assert is_right, (
+        right = right_updates(change, everyone, range(hvd.size()) if ranks is None else ranks)
+        assert any(close(update, one) for one in right), (
             f"step {step}: the update's norm is {norm(update):.4g}, and should be "
-            f"{norm(before):.4g} or {norm(after):.4g}"
+            f"{' or '.join(f'{norm(one):.4g}' for one in right)}"
         )
         left = largest_residue(compressor)
         assert left < 1e-4, f"step {step}: everything was chosen, but {left:.3g} is left"
@@ -199,7 +195,7 @@ CHANGES = {
 }
 
 
-def changing(change):
+def changing(change, ranks=None):
     """A script that changes gradients after backward, and then takes its step."""
 
     steps = itertools.count()
@@ -207,7 +203,8 @@ def changing(change):
     def script(model, optimizer, loss):
         loss.backward()
         pause(next(steps))
-        change(list(model.values()))
+        if ranks is None or hvd.rank() in ranks:
+            change(list(model.values()))
         optimizer.step()
 
     return script
@@ -226,40 +223,50 @@ def synchronizing(change):
     return script
 
 
-@pytest.mark.long
-@in_every_library
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_gradients_changed_after_synchronize_are_right(change, library):
-    """A script that does what the guide says is never refused."""
-    trains_as_stock_or_refuses(library, SMALL, synchronizing(change), change, may_refuse=False)
-
-
 def mostly_long(names, short):
     """A test's parameters, with all but those in `short` marked long."""
     return [n if n in short else pytest.param(n, marks=pytest.mark.long) for n in names]
 
 
+@pytest.mark.long
+@in_every_library
+@pytest.mark.parametrize("name", CHANGES)
+def test_gradients_changed_after_synchronize_are_right(name, library):
+    """A script that does what the guide says is never refused."""
+    change = CHANGES[name]
+    trains_as_stock_or_refuses(library, synchronizing(change), change, may_refuse=False)
+
+
 @in_every_library
 @pytest.mark.parametrize("name", mostly_long(CHANGES, ("clip_grad_norm_", "through .data")))
 def test_gradients_changed_after_backward(name, library):
-    trains_as_stock_or_refuses(library, SMALL, changing(CHANGES[name]), CHANGES[name])
+    trains_as_stock_or_refuses(library, changing(CHANGES[name]), CHANGES[name])
 
 
-@pytest.mark.parametrize("name", mostly_long(("clip_grad_norm_", "mul_"), ("clip_grad_norm_",)))
-def test_gradients_changed_while_kernels_run(name):
-    """The model is so large that kernels run on a thread, which may see half of the change."""
-    trains_as_stock_or_refuses(hvd, LARGE, changing(CHANGES[name]), CHANGES[name])
+OTHER_MODES = [{"lookahead": True}, {"leader": "staggered", "bucket_bytes": 10_000}]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    "change", [CHANGES["mul_"], CHANGES["through .data"]], ids=["mul_", "data"]
+    ("name", "settings"),
+    [
+        # The model is so large that kernels run on a thread, which may see half of the change.
+        ("clip_grad_norm_", {"shapes": LARGE}),
+        pytest.param("mul_", {"shapes": LARGE}, marks=pytest.mark.long),
+        *(pytest.param("mul_", mode, marks=pytest.mark.long) for mode in OTHER_MODES),
+        *(pytest.param("through .data", mode, marks=pytest.mark.long) for mode in OTHER_MODES),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize(
-    "settings", [{"lookahead": True}, {"leader": "staggered", "bucket_bytes": 10_000}], ids=str
-)
-def test_gradients_changed_after_backward_in_other_modes(settings, change):
-    trains_as_stock_or_refuses(hvd, SMALL, changing(change), change, **settings)
+def test_gradients_changed_after_backward_in_other_modes(name, settings):
+    trains_as_stock_or_refuses(hvd, changing(CHANGES[name]), CHANGES[name], **settings)
+
+
+@in_every_library
+@SIZES
+def test_one_rank_only_changes_its_gradients(shapes, library):
+    """The other ranks cannot notice it by themselves."""
+    change, last = CHANGES["mul_"], [hvd.size() - 1]
+    trains_as_stock_or_refuses(library, changing(change, last), change, shapes, ranks=last)
 
 
 @pytest.mark.on_cpus  # see test_nothing_is_lost_where_gradients_are_changed
@@ -268,9 +275,8 @@ def test_a_refused_step_keeps_gradients_as_they_came(library):
     """Even gradients that were changed without any trace are kept as they came."""
     shapes = SMALL | {"unseen": (40, 100)}
     model, optimizer, compressor = make(library, shapes)
-    for step in range(2):
-        optimizer.zero_grad()
-        mine = gradients(shapes, hvd.rank(), step)
+    for step, everyone, _ in steps_of(model, optimizer, 2):
+        mine = everyone[hvd.rank()]
         mine["unseen"].reshape(-1)[::1000] = 0.0  # only these elements are compared
         loss_of(model, mine).backward()
         if step == 1:
@@ -288,10 +294,8 @@ def test_a_refused_step_keeps_gradients_as_they_came(library):
 def test_gradients_changed_in_steps_that_are_sent_whole(name):
     """One rank changes them in the second step. In the first nothing is under way yet."""
     model, optimizer, _ = make(hvd, SMALL, warmup_steps=10)
-    for step in range(2):
-        optimizer.zero_grad()
-        everyone = [gradients(SMALL, rank, step) for rank in range(hvd.size())]
-        loss_of(model, everyone[hvd.rank()]).backward()
+    for step, _, loss in steps_of(model, optimizer, 2):
+        loss.backward()
         pause(1)
         if step == 1 and hvd.rank() == hvd.size() - 1:
             CHANGES[name](list(model.values()))
@@ -304,41 +308,9 @@ def test_gradients_that_are_not_finite_are_replaced_after_backward(library):
     def spoil(step, everyone):
         if step >= 2:
             everyone[-1]["weight"].reshape(-1)[7] = np.nan
-        return everyone
 
     change = of_gradients(lambda grad: grad.nan_to_num_())
-    trains_as_stock_or_refuses(library, SMALL, changing(change), change, spoil)
-
-
-@in_every_library
-@SIZES
-def test_one_rank_only_changes_its_gradients(shapes, library):
-    """The other ranks cannot notice it by themselves."""
-
-    def script(model, optimizer, loss):
-        loss.backward()
-        pause(1)
-        if hvd.rank() == hvd.size() - 1:
-            CHANGES["mul_"](list(model.values()))
-        optimizer.step()
-
-    model, optimizer, compressor = make(library, shapes)
-    for step in range(4):
-        everyone = [gradients(shapes, rank, step) for rank in range(hvd.size())]
-        optimizer.zero_grad()
-        was = {name: p.detach().numpy().astype(np.float64) for name, p in model.items()}
-        mine = loss_of(model, everyone[hvd.rank()])
-        if refuses(lambda: script(model, optimizer, mine)):  # noqa: B023
-            return
-        everyone[-1] = changed(CHANGES["mul_"], everyone[-1])
-        update = {name: was[name] - p.detach().double().numpy() for name, p in model.items()}
-        right = mean(everyone)
-        is_right = close(update, right)
-        assert is_right, (
-            f"step {step}: the update's norm is {norm(update):.4g}, and should be {norm(right):.4g}"
-        )
-        assert largest_residue(compressor) < 1e-4
-        assert same_on_all_ranks(model.values())
+    trains_as_stock_or_refuses(library, changing(change), change, spoil=spoil)
 
 
 @in_every_library
@@ -359,25 +331,22 @@ def test_pytorchs_own_loop_of_mixed_precision(clips, shapes, library):
         scaler.update()
 
     change = CHANGES["clip_grad_norm_"] if clips else lambda parameters: None
-    trains_as_stock_or_refuses(library, shapes, script, change, loss_scale=scaler)
+    trains_as_stock_or_refuses(library, script, change, shapes, loss_scale=scaler)
 
 
 @in_every_library
 def test_a_hook_that_is_registered_after_the_optimizer_was_made(library):
-    def halve(parameter):
-        parameter.grad.mul_(0.5)
-
     hooked = set()
 
     def script(model, optimizer, loss):
         for parameter in set(model.values()) - hooked:
             hooked.add(parameter)
-            parameter.register_post_accumulate_grad_hook(halve)
+            parameter.register_post_accumulate_grad_hook(halve_gradient)
         loss.backward()
         optimizer.step()
 
     change = of_gradients(lambda grad: grad.mul_(0.5))
-    trains_as_stock_or_refuses(library, SMALL, script, change)
+    trains_as_stock_or_refuses(library, script, change)
 
 
 def in_mixed_precision(scaler, model, optimizer, loss):
@@ -401,10 +370,7 @@ def test_nothing_is_lost_where_gradients_are_changed(what, library):
     model, optimizer, compressor = make(library, SMALL, rate=20, **settings)
     came_in = {name: np.zeros(shape) for name, shape in SMALL.items()}
     kept = [np.zeros(SMALL["weight"])]
-    for step in range(5):
-        optimizer.zero_grad()
-        everyone = [gradients(SMALL, rank, step) for rank in range(hvd.size())]
-        mine = loss_of(model, everyone[hvd.rank()])
+    for _, everyone, mine in steps_of(model, optimizer, 5):
         if refuses(lambda: script(model, optimizer, mine)):  # noqa: B023
             # A refused step leaves a rank's gradients unchanged in its residues if its bucket had
             # moved. Hooks begin buckets once ranks have agreed.
@@ -423,35 +389,17 @@ def test_nothing_is_lost_where_gradients_are_changed(what, library):
     assert is_right or (close(applied, came_in) and len(kept) == 1)
 
 
-@horovods_alone
-def test_the_reference_is_what_stock_horovod_gives():
-    """Check a change that gives the same before and after the average."""
-    change = CHANGES["mask"]
-    model = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SMALL.items()}
-    optimizer = stock.DistributedOptimizer(torch.optim.SGD(model.values(), lr=1.0), model.items())
-    everyone = [gradients(SMALL, rank, 0) for rank in range(hvd.size())]
-    loss_of(model, everyone[hvd.rank()]).backward()
-    # Horovod averages p.grad itself. A change meanwhile would affect only some ranks' gradients.
-    while not all(stock.poll(handle) for handle, _ in optimizer._handles.values()):
-        time.sleep(0.001)
-    change(list(model.values()))
-    optimizer.step()
-    update = {name: -p.detach().double().numpy() for name, p in model.items()}
-    assert any(close(update, right) for right in right_updates(change, everyone))
-
-
 @in_every_library
 def test_gradients_that_share_a_storage(library):
     """They share their version too. To accumulate into one does not change the others."""
     model, optimizer, compressor = make(library, SMALL)
     sizes = [parameter.numel() for parameter in model.values()]
     right = {name: np.zeros(shape) for name, shape in SMALL.items()}
-    for step in range(4):
+    for _, everyone, loss in steps_of(model, optimizer, 4):
         parts = torch.zeros(sum(sizes)).split(sizes)
         for parameter, part in zip(model.values(), parts, strict=True):
             parameter.grad = part.view_as(parameter)
-        everyone = [gradients(SMALL, rank, step) for rank in range(hvd.size())]
-        loss_of(model, everyone[hvd.rank()]).backward()
+        loss.backward()
         optimizer.step()
         right = {name: right[name] - grad for name, grad in mean(everyone).items()}
     assert close({name: p.detach().numpy() for name, p in model.items()}, right)
@@ -464,9 +412,7 @@ def test_training_goes_on_after_a_refusal(passes):
     model, optimizer, compressor = make(hvd, SMALL, rate=10, beta=1.0)
     optimizer.set_backward_passes_per_step(passes)
     came, waits = dict.fromkeys(SMALL, 0.0), 0.0
-    for step in range(6):
-        optimizer.zero_grad()
-        everyone = [gradients(SMALL, rank, step) for rank in range(hvd.size())]
+    for step, everyone, _ in steps_of(model, optimizer, 6):
         for _ in range(passes):
             loss_of(model, {n: g / passes for n, g in everyone[hvd.rank()].items()}).backward()
         if step == 3:
