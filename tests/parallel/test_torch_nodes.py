@@ -51,10 +51,10 @@ def make(optimizer="sgd", model=None, compression=None, **settings):
     return model, wrapped
 
 
-def stock(optimizer="sgd", passes=1):
+def stock(passes):
     model = make_model()
     wrapped = horovod.DistributedOptimizer(
-        OPTIMIZERS[optimizer](model.parameters()),
+        OPTIMIZERS["sgd"](model.parameters()),
         model.named_parameters(),
         backward_passes_per_step=passes,
     )
@@ -100,102 +100,8 @@ def test_a_node_is_one_worker_of_the_reference(optimizer, settings):
     assert (stats["bytes_in_node"] > 0) == (local > 1)
 
 
-def in_order(model, optimizer, step):
-    take(model, optimizer, step)
-
-
-def clipped(model, optimizer, step):
-    optimizer.zero_grad()
-    loss(model, hvd.rank(), step).backward()
-    optimizer.synchronize()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-    with optimizer.skip_synchronize():
-        optimizer.step()
-
-
-def by_a_closure(model, optimizer, step):
-    def closure():
-        optimizer.zero_grad()
-        value = loss(model, hvd.rank(), step)
-        value.backward()
-        with torch.no_grad():
-            optimizer.synchronize()
-        return value
-
-    with optimizer.skip_synchronize():
-        optimizer.step(closure)
-
-
-def twice_synchronized(model, optimizer, step):
-    optimizer.zero_grad()
-    loss(model, hvd.rank(), step).backward()
-    optimizer.synchronize()
-    optimizer.synchronize()
-    with optimizer.skip_synchronize():
-        optimizer.step()
-
-
-def without_a_gradient_on_one_rank(model, optimizer, step):
-    optimizer.zero_grad()
-    if hvd.rank() != step % hvd.size():
-        loss(model, hvd.rank(), step).backward()
-    optimizer.step()
-
-
-def half_a_gradient(model, optimizer, step):
-    """Take a step in which one rank has no gradient for the first layer."""
-    optimizer.zero_grad()
-    model[0].requires_grad_(hvd.rank() != step % hvd.size())
-    loss(model, hvd.rank(), step).backward()
-    model[0].requires_grad_(True)
-    optimizer.step()
-
-
-def without_backward(model, optimizer, step):
-    """In step 2 average again, without new gradients."""
-    if step != 2:
-        take(model, optimizer, step)
-    else:
-        optimizer.step()
-
-
-def frozen_later(model, optimizer, step):
-    model[2].weight.requires_grad_(step < 2)
-    take(model, optimizer, step)
-
-
-def set_by_hand(model, optimizer, step):
-    for number, p in enumerate(model.parameters()):
-        generator = torch.Generator().manual_seed(100 * step + 10 * number + hvd.rank())
-        p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-    optimizer.step()
-
-
-ORDERS = (
-    in_order,
-    clipped,
-    by_a_closure,
-    twice_synchronized,
-    without_a_gradient_on_one_rank,
-    half_a_gradient,
-    without_backward,
-    frozen_later,
-    set_by_hand,
-)
-
-
-@pytest.mark.filterwarnings("ignore:optimizer.step")
-@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
-def test_with_everything_chosen_it_is_stock_horovod(order):
-    model, wrapped = make(rate=1)
-    other, optimizer = stock()
-    for step in range(5):
-        order(model, wrapped, step)
-        order(other, optimizer, step)
-        assert_close(model, other)
-
-
-def test_gradients_of_several_passes():
+def test_with_everything_chosen_it_is_stock_horovod():
+    """Also after several passes. test_torch_orders.py has other orders of calls."""
     model, wrapped = make(rate=1, backward_passes_per_step=2)
     other, optimizer = stock(passes=2)
     for step in range(3):

@@ -4,6 +4,7 @@ test_torch_differential.py draws all other orders.
 """
 
 import gc
+import os
 import time
 import weakref
 
@@ -12,177 +13,239 @@ import torch
 from devices import DEVICE
 from faces import horovods_alone, hvd, in_every_library, stock
 from made_up import EVERYTHING, SOME
-from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
+from models import (
+    assert_nothing_is_lost,
+    came_in,
+    feed,
+    gradients,
+    parameters,
+    same_on_all_ranks,
+    take_steps,
+    wrap,
+)
+
+if "TORCHELASTIC_RUN_ID" not in os.environ:
+    from test_torch_nodes import remove_process_sets
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (2000,)}
+STEPS = 9
+SETTINGS = {"min_numel": 2, "warmup_steps": 0, "dense": ()}
 
 
-def make(library, sent, model, lr=1.0, **settings):
+def make(library, sent, model, **settings):
     """An optimizer and its ScaleCom. If sent is None, it is stock Horovod's, without ScaleCom."""
-    compression = stock.Compression.none
     if sent is not None:
-        named = {"named_parameters": model.items()} if library is stock else {}
-        compression = hvd.ScaleCom(
-            **named,
-            min_numel=2,
-            warmup_steps=0,
-            dense=(),
-            **sent,
-            **settings,
-        )
-    return library.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=lr), model.items(), compression=compression
-    ), compression
+        return wrap(library, model, **(SETTINGS | sent | settings))
+    sgd = torch.optim.SGD(model.values(), lr=settings.get("lr", 1.0))
+    return stock.DistributedOptimizer(sgd, model.items()), None
 
 
-def compare(library, train, **settings):
+def compare(library, order, counted, loses_nothing=True, **settings):
     """Train with stock Horovod, with everything chosen, and at rate 10.
 
     With everything chosen the result must be stock Horovod's. At rate 10 nothing may be lost.
-    Return what the last run gives.
+    counted: how many steps count.
     """
     models = []
     for where, sent in ((stock, None), (library, EVERYTHING), (library, SOME)):
         model = parameters(SHAPES)
-        optimizer, compressor = make(where, sent, model, **settings)
-        train(optimizer, model)
+        optimizer, compressor = make(where, sent, model, **(settings if sent else {}))
+        for step in range(STEPS):
+            order(optimizer, model, step)
         models.append(model)
     for name in SHAPES:
         torch.testing.assert_close(models[1][name], models[0][name], rtol=1e-4, atol=1e-5)
     assert same_on_all_ranks(models[2].values())
-    return models, compressor
+    assert compressor.stats()["step"] == counted
+    if loses_nothing:
+        came = came_in(range(hvd.size()), range(STEPS), SHAPES)
+        assert_nothing_is_lost(models[2], compressor, came, hvd.size())
 
 
-def nothing_is_lost(models, compressor, steps):
-    came = {
-        name: sum(
-            gradients(SHAPES, rank, step)[name]
-            for rank in range(hvd.size())
-            for step in range(steps)
-        )
-        for name in SHAPES
-    }
-    assert_nothing_is_lost(models[2], compressor, came, hvd.size())
-    assert compressor.stats()["step"] == steps
+def backward(model, step, skip=(), scale=1.0):
+    grads = gradients(SHAPES, hvd.rank(), step)
+    feed(model, {name: grad * scale for name, grad in grads.items()}, skip=skip)
 
 
+def skipping(optimizer, closure=None):
+    with optimizer.skip_synchronize():
+        return optimizer.step(closure)
+
+
+def averages(optimizer, model, step):
+    optimizer.zero_grad()
+    backward(model, step)
+    optimizer.synchronize()
+
+
+def by_a_closure(optimizer, model, step):
+    def evaluate():
+        with torch.enable_grad():
+            averages(optimizer, model, step)
+        return torch.tensor(float(step))
+
+    found = skipping(optimizer, evaluate) if step % 2 else optimizer.step(evaluate)
+    assert float(found) == step
+
+
+def twice_synchronized(optimizer, model, step):
+    averages(optimizer, model, step)
+    optimizer.synchronize()
+    skipping(optimizer)
+
+
+def an_idle_optimizer(optimizer, model, step):
+    optimizer.synchronize()
+    optimizer.synchronize()
+    averages(optimizer, model, step)
+    skipping(optimizer)
+
+
+def set_by_hand(optimizer, model, step):
+    for name, grad in gradients(SHAPES, hvd.rank(), step).items():
+        model[name].grad = torch.as_tensor(grad)
+    optimizer.step()
+
+
+def given_up(optimizer, model, step):
+    """A state is loaded between backward() and step().
+
+    Horovod drops what is under way, and the exchange must too. Otherwise its values would be sent,
+    and reach no rank. (In Horovod's own optimizer, only compress() learns of it.)
+    """
+    optimizer.zero_grad()
+    if step % 3 == 1:  # this step is given up
+        backward(model, 100 + step)
+        # Stock Horovod refuses names that are still under way.
+        while not all(
+            callable(handle) or stock.poll(handle)
+            for handle, _ in getattr(optimizer, "_handles", {}).values()
+        ):
+            time.sleep(0.001)
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.zero_grad()
+    backward(model, step)
+    optimizer.step()
+
+
+def clipped(optimizer, model, step):
+    averages(optimizer, model, step)
+    torch.nn.utils.clip_grad_norm_(model.values(), 0.01)
+    skipping(optimizer)
+
+
+def clipped_without_skip_synchronize(optimizer, model, step):
+    before = torch.cat([p.detach().clone().view(-1) for p in model.values()])
+    averages(optimizer, model, step)
+    torch.nn.utils.clip_grad_norm_(model.values(), 0.01)
+    optimizer.step()
+    after = torch.cat([p.detach().view(-1) for p in model.values()])
+    assert float((after - before).norm()) == pytest.approx(0.01, rel=1e-2)
+
+
+def noisy(optimizer, model, step):
+    """Every rank adds noise of its own after synchronize(), without skip_synchronize().
+
+    All is averaged once more, so ranks stay alike. No step is counted for that average.
+    """
+    averages(optimizer, model, step)
+    noise = torch.Generator().manual_seed(100 * step + hvd.rank())
+    for parameter in model.values():
+        parameter.grad.add_(torch.randn(parameter.shape, generator=noise))
+    optimizer.step()
+
+
+def one_rank_has_nothing_new(optimizer, model, step):
+    optimizer.zero_grad()
+    backward(model, step, skip=list(SHAPES) if step % hvd.size() == hvd.rank() else [])
+    if step % 4 < 2:
+        optimizer.synchronize()
+    optimizer.step()
+
+
+def frozen_on_one_rank(optimizer, model, step):
+    optimizer.zero_grad()
+    model["second"].requires_grad_(hvd.rank() != step % hvd.size())
+    backward(model, step)
+    model["second"].requires_grad_(True)
+    optimizer.step()
+
+
+def frozen_later(optimizer, model, step):
+    model["second"].requires_grad_(step < 2)
+    optimizer.zero_grad()
+    backward(model, step)
+    optimizer.step()
+
+
+def without_backward(optimizer, model, step):
+    """In step 2 average again, without new gradients."""
+    if step != 2:
+        optimizer.zero_grad()
+        backward(model, step)
+    optimizer.step()
+
+
+# {an order: how many steps count, whether all gradients are used as they came}
+ORDERS = {
+    by_a_closure: (STEPS, True),
+    twice_synchronized: (STEPS, True),
+    an_idle_optimizer: (STEPS, True),
+    set_by_hand: (STEPS, True),
+    given_up: (STEPS, True),
+    clipped: (STEPS, False),
+    clipped_without_skip_synchronize: (STEPS, False),
+    noisy: (STEPS, False),
+    one_rank_has_nothing_new: (STEPS, False),
+    frozen_on_one_rank: (STEPS, False),
+    frozen_later: (STEPS, False),
+    without_backward: (STEPS - 1, False),
+}
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Two nodes. Other files make the same process sets, and Horovod can have only one of each."""
+    yield {"options": {"nodes": 2}}
+    remove_process_sets()
+
+
+@pytest.mark.filterwarnings("ignore:optimizer.step")
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
 @in_every_library
 @pytest.mark.parametrize(
     "settings", [{}, pytest.param({"lookahead": True}, marks=pytest.mark.long)], ids=str
 )
-@pytest.mark.parametrize("order", ["closure", "after every backward", "idle optimizer"])
-def test_synchronize_with_nothing_new_changes_nothing(library, settings, order):
-    def train(optimizer, model):
-        for step in range(12):
-
-            def evaluate(step=step):
-                optimizer.zero_grad()
-                feed(model, gradients(SHAPES, hvd.rank(), step))
-                optimizer.synchronize()
-                return torch.tensor(float(step))
-
-            if order == "closure":
-                assert float(optimizer.step(evaluate)) == step
-                continue
-            if order == "idle optimizer":
-                optimizer.synchronize()
-                optimizer.synchronize()
-            evaluate()
-            if order == "after every backward":
-                optimizer.synchronize()
-            with optimizer.skip_synchronize():
-                optimizer.step()
-
-    nothing_is_lost(*compare(library, train, **settings), 12)
+def test_an_order(library, settings, order):
+    compare(library, order, *ORDERS[order], **settings)
 
 
-@in_every_library
-def test_clipping_without_skip_synchronize(library):
-    def train(optimizer, model):
-        for step in range(6):
-            before = torch.cat([p.detach().clone().view(-1) for p in model.values()])
-            optimizer.zero_grad()
-            feed(model, gradients(SHAPES, hvd.rank(), step))
-            optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(model.values(), 0.01)
-            optimizer.step()
-            after = torch.cat([p.detach().view(-1) for p in model.values()])
-            assert float((after - before).norm()) == pytest.approx(0.01, rel=1e-2)
-
-    _, compressor = compare(library, train)
-    assert compressor.stats()["step"] == 6
+@horovods_alone
+@pytest.mark.filterwarnings("ignore:optimizer.step")
+@pytest.mark.parametrize("order", [o for o in ORDERS if o is not given_up])
+def test_an_order_on_two_nodes(order, nodes):
+    """Nodes refuse a state between backward() and step()."""
+    compare(hvd, order, ORDERS[order][0], loses_nothing=False, **nodes)
 
 
 @in_every_library
 def test_grad_scaler_without_skip_synchronize(library):
     """step() synchronises again when the averages are unscaled already."""
+    scaler = None
 
-    def train(optimizer, model):
-        scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=3)
-        compression = getattr(optimizer, "compression", None) or getattr(
-            optimizer, "_compression", None
-        )
-        if isinstance(compression, hvd.ScaleCom):
-            compression.loss_scale = scaler.get_scale
-        for step in range(8):
-            optimizer.zero_grad()
-            scale = float(scaler.scale(torch.ones(())))
-            feed(
-                model,
-                {name: grad * scale for name, grad in gradients(SHAPES, hvd.rank(), step).items()},
-            )
-            optimizer.synchronize()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.values(), 1e9)
-            scaler.step(optimizer)
-            scaler.update()
+    def order(optimizer, model, step):
+        nonlocal scaler
+        if step == 0:
+            scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=3)
+        optimizer.zero_grad()
+        backward(model, step, scale=float(scaler.scale(torch.ones(()))))
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.values(), 1e9)
+        scaler.step(optimizer)
+        scaler.update()
 
-    nothing_is_lost(*compare(library, train), 8)
-
-
-@in_every_library
-def test_gradients_set_by_hand_are_exchanged(library):
-    def train(optimizer, model):
-        for step in range(6):
-            for name, grad in gradients(SHAPES, hvd.rank(), step).items():
-                model[name].grad = torch.as_tensor(grad)
-            optimizer.step()
-
-    nothing_is_lost(*compare(library, train), 6)
-
-
-@in_every_library
-def test_what_ranks_change_by_themselves_is_averaged_once_more(library):
-    """Every rank adds noise of its own after synchronize(), without skip_synchronize().
-
-    Ranks stay alike, and no step is counted for the second average.
-    """
-
-    def train(optimizer, model):
-        noise = torch.Generator().manual_seed(hvd.rank())
-        for step in range(6):
-            optimizer.zero_grad()
-            feed(model, gradients(SHAPES, hvd.rank(), step))
-            optimizer.synchronize()
-            for parameter in model.values():
-                parameter.grad.add_(torch.randn(parameter.shape, generator=noise))
-            optimizer.step()
-
-    _, compressor = compare(library, train)
-    assert compressor.stats()["step"] == 6
-
-
-@in_every_library
-def test_one_rank_has_nothing_new_and_others_have(library):
-    def train(optimizer, model):
-        for step in range(8):
-            optimizer.zero_grad()
-            skipped = list(SHAPES) if step % hvd.size() == hvd.rank() else []
-            feed(model, gradients(SHAPES, hvd.rank(), step), skip=skipped)
-            optimizer.synchronize()
-            optimizer.step()
-
-    compare(library, train)
+    compare(library, order, STEPS, loss_scale=lambda: scaler.get_scale() if scaler else 1.0)
 
 
 def uneven(x):
@@ -246,43 +309,13 @@ def test_differentiable_collectives_in_the_middle_of_a_model(collective, name):
                     lambda _, step=step: time.sleep(0.002 * ((step + hvd.rank()) % 3))
                 )
             optimizer.zero_grad()
-            net(
-                torch.randn(8, 40, generator=torch.Generator().manual_seed(step * 8 + hvd.rank()))
-            ).backward()
+            random = torch.Generator().manual_seed(step * 8 + hvd.rank())
+            net(torch.randn(8, 40, generator=random)).backward()
             optimizer.step()
         assert same_on_all_ranks(model.values())
         found.append(model)
     for key in found[0]:
         torch.testing.assert_close(found[1][key], found[0][key], rtol=1e-4, atol=1e-6)
-
-
-@in_every_library
-def test_a_state_is_loaded_between_backward_and_step(library):
-    """Horovod drops what is under way, and the exchange must too.
-
-    Otherwise its values would be sent, and reach no rank. (In Horovod's own optimizer, only
-    compress() learns of it.)
-    """
-
-    def train(optimizer, model):
-        for step in range(12):
-            for parameter in model.values():
-                parameter.grad = None
-            if step % 3 == 1:  # this step is given up
-                feed(model, gradients(SHAPES, hvd.rank(), 100 + step))
-                # Stock Horovod refuses names that are still under way.
-                while not all(
-                    callable(handle) or stock.poll(handle)
-                    for handle, _ in getattr(optimizer, "_handles", {}).values()
-                ):
-                    time.sleep(0.001)
-                optimizer.load_state_dict(optimizer.state_dict())
-                for parameter in model.values():
-                    parameter.grad = None
-            feed(model, gradients(SHAPES, hvd.rank(), step))
-            optimizer.step()
-
-    nothing_is_lost(*compare(library, train), 12)
 
 
 @horovods_alone
@@ -294,20 +327,18 @@ def test_parameters_thawed_after_the_compressor_was_made():
     model = parameters(SHAPES)
     for parameter in model.values():
         parameter.requires_grad_(False)
-    compressor = hvd.ScaleCom(model.items(), rate=10, min_numel=2, warmup_steps=0, dense=())
+    compressor = hvd.ScaleCom(model.items(), **(SETTINGS | SOME))
     for parameter in model.values():
         parameter.requires_grad_(True)
-    optimizer = stock.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=1.0), model.items(), compression=compressor
-    )
+    sgd = torch.optim.SGD(model.values(), lr=1.0)
+    optimizer = stock.DistributedOptimizer(sgd, model.items(), compression=compressor)
     for step in range(4):
         for parameter in model.values():
-            parameter.grad = (
-                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
-            )
-        feed(model, gradients(SHAPES, hvd.rank(), step))
+            parameter.grad = torch.zeros_like(parameter)
+        backward(model, step)
         optimizer.step()
-    nothing_is_lost([None, None, model], compressor, 4)
+    came = came_in(range(hvd.size()), range(4), SHAPES)
+    assert_nothing_is_lost(model, compressor, came, hvd.size())
 
 
 @horovods_alone
@@ -316,30 +347,19 @@ def test_two_compressors_that_know_all_parameters():
 
     From the first synchronize() on, what the other compressor's backward gave is not new.
     """
-    halves = [
-        parameters({name: SHAPES[name] for name in names})
-        for names in (("first", "bias"), ("second", "third"))
-    ]
-    everything = halves[0] | halves[1]
-    compressors = [
-        hvd.ScaleCom(everything.items(), rate=10, min_numel=2, warmup_steps=0, dense=())
-        for _ in halves
-    ]
-    optimizers = [
-        stock.DistributedOptimizer(
-            torch.optim.SGD(half.values(), lr=1.0), half.items(), compression=compressor
-        )
-        for half, compressor in zip(halves, compressors, strict=True)
-    ]
+    model = parameters(SHAPES)
+    names = [["first", "bias"], ["second", "third"]]
+    halves = [{name: model[name] for name in half} for half in names]
+    made = [wrap(stock, model, trained=half, **(SETTINGS | SOME)) for half in halves]
     for step in range(6):
-        for half, optimizer, other in zip(halves, optimizers, reversed(optimizers), strict=True):
+        for half, (optimizer, _), (other, _) in zip(halves, made, reversed(made), strict=True):
             optimizer.zero_grad()
-            feed(half, {name: gradients(SHAPES, hvd.rank(), step)[name] for name in half})
+            backward(model, step, skip=model.keys() - half.keys())
             if step == 0:
                 other.synchronize()
             optimizer.step()
             other.synchronize()
-    assert [compressor.stats()["step"] for compressor in compressors] == [6, 6]
+    assert [compressor.stats()["step"] for _, compressor in made] == [6, 6]
 
 
 @in_every_library
@@ -352,10 +372,7 @@ def test_an_optimizer_is_deleted_and_its_compressor_kept(library):
     for stage in range(2):
         optimizer, compressor = make(library, SOME, model)
         kept.append(compressor)
-        for step in range(3):
-            optimizer.zero_grad()
-            feed(model, gradients(SHAPES, hvd.rank(), 3 * stage + step))
-            optimizer.step()
+        take_steps(optimizer, model, range(3 * stage, 3 * stage + 3))
         optimizer.zero_grad()
         deleted = weakref.ref(optimizer)
         del optimizer
