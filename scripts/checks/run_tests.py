@@ -120,7 +120,7 @@ OF_DEVICES, PAGES = named("ddp_devices"), named("ddp_pages")
 # The tests of torch.distributed's face: its own, and those of both faces.
 OWN = named("ddp_*")
 DDP = without(OWN, NODES + OF_DEVICES)
-DDP += named("amp orders parity state stateful_method changed_gradients one_rank_loads", "torch_")
+DDP += named("amp orders parity state stateful_method changed_gradients", "torch_")
 DDP += named("thrown_away unlike_ranks", "torch_")
 DDP_LONG = named("diagnostics local_states local_steps methods parity simulator", "torch_")
 # What Gloo has added up before all ranks have come. It needs three ranks.

@@ -1,7 +1,8 @@
-"""Ranks with parameters, or loaded residues, that are not the right ones.
+"""Ranks with parameters that are not the right ones, or of which only one loads a state.
 
 Either the ranks are told, or all of them have the same parameters to the bit. If only one rank has
-loaded its residues, all ranks go on.
+loaded its residues, or the optimizer's state, all ranks go on. (test_torch_state.py refuses
+residues of another rank.)
 """
 
 import copy
@@ -11,32 +12,41 @@ import re
 import numpy as np
 import pytest
 import torch
-from faces import hvd, in_every_library, stock
-from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
+from faces import horovods_alone, hvd, stock
+from models import (
+    assert_nothing_is_lost,
+    feed,
+    gradients,
+    parameters,
+    same_on_all_ranks,
+    take_steps,
+    wrap,
+)
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000)}
-MODES = pytest.mark.parametrize("mode", [{}, {"lookahead": True}, {"warmup_steps": 100}], ids=str)
+MODES = [{}, {"lookahead": True}, {"warmup_steps": 100}]
+in_modes = pytest.mark.parametrize("mode", MODES, ids=str)
+# Horovod's own optimizer is look-ahead in every mode.
+in_every_library = pytest.mark.parametrize(
+    ("library", "mode"),
+    [pytest.param(hvd, mode, id=str(mode)) for mode in MODES]
+    + [
+        pytest.param(stock, mode, id=f"stock {mode}", marks=horovods_alone)
+        for mode in MODES
+        if "lookahead" not in mode
+    ],
+)
+some_rank = pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.long)])
+# If ranks wait for ever, the test fails.
+pytestmark = pytest.mark.timeout(45, method="thread")
 
 # Also allowed if the set of parameters has changed.
 ANEW = "broadcast_parameters|Make a new DistributedOptimizer"
 
 
-def make(model, trained=None, **settings):
-    every = {"rate": 20, "dense": [], "warmup_steps": 0, "min_numel": 100}
-    return hvd.DistributedOptimizer(
-        torch.optim.SGD((trained or model).values(), lr=0.1),
-        (trained or model).items(),
-        compression=hvd.ScaleCom(**(every | settings)),
-    )
-
-
-def take_step(model, optimizer, step):
-    shapes = {name: tuple(p.shape) for name, p in model.items()}
-    optimizer.zero_grad()
-    trained = [name for name, p in model.items() if p.requires_grad]
-    skip = [name for name in shapes if name not in trained]
-    feed(model, gradients(shapes, hvd.rank(), step), skip=skip)
-    optimizer.step()
+def make(library, model, mode, **sgd):
+    every = {"rate": 20, "dense": ["bias"], "warmup_steps": 0, "min_numel": 100}
+    return wrap(library, model, **({"lr": 0.1} | sgd), **(every | mode))
 
 
 def stay_alike_or_are_refused(model, optimizer, steps, advice="broadcast_parameters", caplog=None):
@@ -46,8 +56,9 @@ def stay_alike_or_are_refused(model, optimizer, steps, advice="broadcast_paramet
     """
     for step in steps:
         error = ""
+        frozen = [name for name, p in model.items() if not p.requires_grad]
         try:
-            take_step(model, optimizer, step)
+            take_steps(optimizer, model, [step], skips=lambda *_: frozen)  # noqa: B023
         except RuntimeError as refusal:
             error = str(refusal)
         for record in caplog.records if caplog else ():
@@ -56,83 +67,52 @@ def stay_alike_or_are_refused(model, optimizer, steps, advice="broadcast_paramet
         if any(errors):
             assert all(re.search(advice, each) for each in errors), errors
             return True
-        flat = torch.cat([p.detach().reshape(-1) for p in model.values()])
-        everyone = hvd.allgather(flat.unsqueeze(0), name="everyone")
-        apart = float((everyone - everyone[0]).abs().max())
-        assert apart == 0, f"after step {step} ranks are {apart:.3g} apart, and nobody says so"
+        assert same_on_all_ranks(model.values()), f"after step {step}, and nobody says so"
     return False
 
 
-@MODES
-def test_ranks_that_begin_with_other_parameters(mode, caplog):
+def by_all_elements(model):
+    model["second"].add_(hvd.rank())
+
+
+def by_one_element(model):
+    if hvd.rank() == hvd.size() - 1:
+        model["first"][7, 3] = 1e-6
+
+
+def by_nothing_any_more(model):
+    by_all_elements(model)
+    hvd.broadcast_parameters(dict(model), 0)
+
+
+@in_modes
+@pytest.mark.parametrize("differ", [by_all_elements, by_one_element, by_nothing_any_more])
+def test_ranks_that_begin_with_other_parameters(differ, mode, caplog):
     """Stock Horovod trains on, so its face only warns."""
     model = parameters(SHAPES)
     with torch.no_grad():
-        model["second"].add_(hvd.rank())
+        differ(model)
     only_warns = caplog if "TORCHELASTIC_RUN_ID" not in os.environ else None
-    assert stay_alike_or_are_refused(model, make(model, **mode), range(6), caplog=only_warns)
+    optimizer, _ = make(hvd, model, mode)
+    refused = stay_alike_or_are_refused(model, optimizer, range(6), caplog=only_warns)
+    assert refused == (differ is not by_nothing_any_more)
 
 
-@MODES
-def test_one_element_of_one_rank_is_another(mode, caplog):
-    model = parameters(SHAPES)
-    if hvd.rank() == hvd.size() - 1:
-        with torch.no_grad():
-            model["first"][7, 3] = 1e-6
-    only_warns = caplog if "TORCHELASTIC_RUN_ID" not in os.environ else None
-    assert stay_alike_or_are_refused(model, make(model, **mode), range(3), caplog=only_warns)
-
-
-@MODES
-def test_ranks_that_begin_alike_are_not_refused(mode):
-    model = parameters(SHAPES)
-    with torch.no_grad():
-        model["second"].add_(hvd.rank())
-    hvd.broadcast_parameters(dict(model), 0)
-    assert not stay_alike_or_are_refused(model, make(model, **mode), range(6))
-
-
-@MODES
+@in_modes
 @pytest.mark.parametrize("when", [0, 3])
-def test_a_layer_that_is_thawed(when, mode):
+@pytest.mark.parametrize("how", ["thawed", "added"])
+def test_a_parameter_that_comes_later(how, when, mode):
     """It has no hook, so it is not averaged."""
-    model = parameters(SHAPES)
-    model["second"].requires_grad_(False)
-    optimizer = make(model, **mode)
+    model, late = parameters(SHAPES), torch.nn.Parameter(torch.zeros(3000))
+    model["second"].requires_grad_(how != "thawed")
+    optimizer, _ = make(hvd, model, mode)
     assert not stay_alike_or_are_refused(model, optimizer, range(when))
-    model["second"].requires_grad_(True)
+    if how == "thawed":
+        model["second"].requires_grad_(True)
+    else:
+        optimizer.add_param_group({"params": [late]})
+        model["late"] = late
     stay_alike_or_are_refused(model, optimizer, range(when, when + 4), ANEW)
-
-
-@MODES
-@pytest.mark.parametrize("when", [0, 3])
-def test_a_group_of_parameters_that_is_added(when, mode):
-    model = parameters(SHAPES)
-    late = torch.nn.Parameter(torch.zeros(3000))
-    optimizer = make(model, **mode)
-    assert not stay_alike_or_are_refused(model, optimizer, range(when))
-    optimizer.add_param_group({"params": [late]})
-    stay_alike_or_are_refused(model | {"late": late}, optimizer, range(when, when + 4), ANEW)
-
-
-@MODES
-def test_residues_of_another_rank_are_refused(mode):
-    """Rank 0 saves its residues and all ranks load them, as with a model's checkpoint."""
-    model = parameters(SHAPES)
-    optimizer = make(model, **mode)
-    for step in range(3):
-        take_step(model, optimizer, step)
-    mine = copy.deepcopy(optimizer.compression.state_dict())
-    rank_0s = hvd.broadcast_object(mine, 0, name="state")
-    model = parameters(SHAPES)
-    again = make(model, **mode)
-    again.compression.load_state_dict(rank_0s)
-    with pytest.raises(RuntimeError, match="ranks 0 and 1 have both loaded the residues of rank 0"):
-        take_step(model, again, 3)
-    again = make(parameters(SHAPES), **mode)
-    again.compression.load_state_dict(mine)  # its own residues still fit
-    for name, tensor in again.compression.residues.tensors.items():
-        assert torch.equal(tensor.residue, optimizer.compression.residues.tensors[name].residue)
 
 
 def test_the_test_of_likeness_sees_what_differs():
@@ -142,8 +122,7 @@ def test_the_test_of_likeness_sees_what_differs():
 
 @pytest.mark.on_cpus  # the other ranks' streams wait for the step that they gave up
 @in_every_library
-@pytest.mark.parametrize("mode", [{}, {"lookahead": True}, {"warmup_steps": 5}], ids=str)
-@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.long)])
+@some_rank
 def test_one_rank_loads_its_residues_and_nothing_is_lost(who, mode, library):
     """The rank loads its own state before the fourth step, even if that step is sent whole.
 
@@ -153,12 +132,9 @@ def test_one_rank_loads_its_residues_and_nothing_is_lost(who, mode, library):
     shapes = {"rows": (50, 8), "large": (700, 500), "first": (60, 50), "bias": (60,)}
     has_rows = library is hvd and hasattr(hvd, "mpi_enabled")
     model = parameters(shapes)
-    every = {"rate": 20, "dense": ["bias", "rows"], "warmup_steps": 0, "min_numel": 100}
-    named = {"named_parameters": model.items()} if library is stock else {}
-    compressor = hvd.ScaleCom(**named, **(every | mode))
-    optimizer = library.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=1.0), model.items(), compression=compressor
-    )
+    settings = {name: 5 if name == "warmup_steps" else value for name, value in mode.items()}
+    settings["dense"] = ["bias", "rows"]
+    optimizer, compressor = make(library, model, settings, lr=1.0)
     came = dict.fromkeys(shapes, 0.0)
     for step in range(6):
         if step == 3 and hvd.rank() == who:
@@ -178,3 +154,62 @@ def test_one_rank_loads_its_residues_and_nothing_is_lost(who, mode, library):
     assert compressor.stats()["step"] == 6
     assert same_on_all_ranks(model.values())
     assert_nothing_is_lost(model, compressor, came, hvd.size())
+
+
+def broadcast(optimizer, root):
+    """All ranks take over one rank's state of the optimizer."""
+    if hasattr(hvd, "broadcast_optimizer_state"):
+        hvd.broadcast_optimizer_state(optimizer, root)
+        return
+    state = optimizer.state_dict()["state"]
+    hvd.broadcast_parameters([own["momentum_buffer"] for own in state.values()], root)
+    groups = hvd.broadcast_object(optimizer.state_dict()["param_groups"], root)
+    for group, theirs in zip(optimizer.param_groups, groups, strict=True):
+        group["lr"] = theirs["lr"]
+
+
+@in_every_library
+@some_rank
+def test_one_rank_loads_the_optimizers_state_and_broadcasts_it(who, mode, library):
+    """The best checkpoint is loaded so by Horovod's own pattern.
+
+    All ranks end where they would if all had loaded what this rank loaded.
+    """
+    models = []
+    for who_loads in (range(hvd.size()), [who]):
+        model = parameters(SHAPES)
+        optimizer, compressor = make(library, model, mode, momentum=0.9)
+        take_steps(optimizer, model, range(1))
+        saved = copy.deepcopy(optimizer.state_dict())
+        take_steps(optimizer, model, range(1, 3))
+        if hvd.rank() in who_loads:
+            optimizer.load_state_dict(saved)
+        broadcast(optimizer, who_loads[0])
+        take_steps(optimizer, model, range(3, 6))
+        models.append(model)
+    assert compressor.stats()["step"] == 6
+    assert same_on_all_ranks(models[1].values())
+    for name in SHAPES:
+        torch.testing.assert_close(models[1][name], models[0][name], rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_rank_had_submitted_when_it_loaded_is_in_no_average():
+    """One rank begins a step and gives it up. The other ranks have an empty batch meanwhile.
+
+    What it had submitted meets what the other ranks submit in the next step.
+    """
+    models, last = [], hvd.size() - 1
+    for gives_up in (False, True):
+        model = parameters(SHAPES)
+        optimizer, compressor = make(hvd, model, {"warmup_steps": 100}, momentum=0.9)
+        take_steps(optimizer, model, range(2))
+        if gives_up and hvd.rank() == last:
+            optimizer.zero_grad()
+            feed(model, gradients(SHAPES, last, 10))
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        take_steps(optimizer, model, range(2, 4))
+        models.append(model)
+    assert compressor.stats()["step"] == 4
+    assert same_on_all_ranks(models[1].values())
+    for name in SHAPES:
+        torch.testing.assert_close(models[1][name], models[0][name], rtol=1e-4, atol=1e-5)
