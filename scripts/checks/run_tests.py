@@ -178,7 +178,7 @@ NIGHTLY = {
     "torch, mpirun -np 4": on_ranks(OF_MANY, marks=ALL),
     "torch, horovodrun --gloo -np 2": on_ranks(OF_MANY, marks=ALL),
     "ddp, torch alone, torchrun -np 4": on_ranks(
-        without(OWN, OF_DEVICES), marks=ALL, environment=MINUTE
+        without(OWN, OF_DEVICES) + named("thrown_away", "torch_"), marks=ALL, environment=MINUTE
     ),
     # Plain FSDP2 frees what other streams read, so there it is no oracle for random programs.
     "device nodes, torchrun -np 4": on_ranks(

@@ -1,192 +1,418 @@
-"""A script throws averages away: no step of its optimizer uses them.
+"""A script throws averages away: no step of its optimizer uses them, as with GANs, SAM and FGSM.
 
-With this package's optimizers, residues become what they were before. With Horovod's own one, a
-warning says what is lost.
+With this package's optimizers, and under DistributedDataParallel, where every backward averages,
+residues become what they were before. With Horovod's own optimizer, a warning says what is lost.
 """
 
 import logging
+import re
 
+import numpy as np
 import pytest
 import torch
 from faces import hvd, in_every_library, stock
-from models import same_on_all_ranks
+from made_up import gradients
+from models import same_on_all_ranks, wrap
 from test_torch_changed_gradients import refuses
-from thrown_away import (
-    SHAPES,
-    add,
-    assert_nothing_is_lost,
-    assert_warned_if_something_is_lost,
-    average,
-    mine,
-    warnings,
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from scalecom_hvd.ddp import DistributedOptimizer, ScaleCom, ScaleComState, scalecom_hook
+
+SHAPES = {"weight": (60, 100), "bias": (50,)}
+SETTINGS = {"rate": 10, "beta": 1.0, "dense": (), "min_numel": 60, "outliers": None}
+STEPS = 10
+WARNS = re.compile("no optimizer step (has )?used")
+UNDER_TORCHRUN = torch.distributed.is_initialized()
+under_torchrun = pytest.mark.skipif(not UNDER_TORCHRUN, reason="torchrun has not started the ranks")
+HOOKS = [
+    pytest.param({"gradient_as_bucket_view": as_view}, id=f"hook{as_view:d}", marks=under_torchrun)
+    for as_view in (False, True)
+]
+with_hooks = pytest.mark.parametrize("face", HOOKS)
+of_horovod = pytest.mark.skipif(UNDER_TORCHRUN, reason="of Horovod")
+on_every_face = pytest.mark.parametrize(
+    "face", [hvd, pytest.param(stock, marks=of_horovod), *HOOKS]
 )
 
 
-def make(library, **settings):
-    """Parameters of zeros, plain SGD with learning rate 1, and the compressor."""
-    model = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    named = {"named_parameters": model.items()} if library is stock else {}
-    every = {"rate": 10, "beta": 1.0, "dense": ["bias"], "min_numel": 2, "outliers": None}
-    compressor = hvd.ScaleCom(**named, **(every | settings))
-    optimizer = library.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=1.0), model.items(), compression=compressor
-    )
-    return model, optimizer, compressor
+class Given(nn.Module):
+    """Its parameters' gradients are what forward is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SHAPES["weight"]))
+        self.bias = nn.Parameter(torch.zeros(SHAPES["bias"]))
+
+    def forward(self, grads):
+        return (self.weight * grads["weight"]).sum() + (self.bias * grads["bias"]).sum()
 
 
-def backward(model, number):
-    """Run backward. Return the average of the gradients over ranks."""
-    own = mine(number)
-    sum((p * own[name]).sum() for name, p in model.items()).backward()
-    return average(number)
+def hooked(module, **of_ddp):
+    model = DistributedDataParallel(module, **of_ddp)
+    state = ScaleComState(model, **SETTINGS)
+    model.register_comm_hook(state, scalecom_hook)
+    return model, state.compression
 
 
-def sharpness_aware(model, optimizer, step, real, thrown_away):
+def mine(number):
+    """This rank's gradients of one backward pass."""
+    own = gradients(SHAPES, hvd.rank(), number)
+    return {name: torch.as_tensor(grad) for name, grad in own.items()}
+
+
+def average(number):
+    """The average of these gradients over ranks."""
+    everyone = [gradients(SHAPES, rank, number) for rank in range(hvd.size())]
+    return {name: sum(each[name] for each in everyone) / hvd.size() for name in SHAPES}
+
+
+def add(total, grads):
+    for name, grad in grads.items():
+        total[name] = total.get(name, 0) + grad.astype(np.float64)
+
+
+class Trained:
+    """Parameters of zeros, and plain SGD with learning rate 1.
+
+    face: a library with a DistributedOptimizer, or DDP's settings for a model with the hook.
+    real, thrown_away: the sums of gradients of steps, and of what no step used.
+    """
+
+    def __init__(self, face, caplog):
+        caplog.set_level(logging.WARNING, "scalecom_hvd")
+        self.plain, self.real, self.thrown_away, self.caplog = Given(), {}, {}, caplog
+        self.named = dict(self.plain.named_parameters())
+        if isinstance(face, dict):
+            self.model, self.compressor = hooked(self.plain, **face)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+            self.synchronize = lambda: None
+        else:
+            self.model = self.plain
+            self.optimizer, self.compressor = wrap(face, self.named, **SETTINGS)
+            self.synchronize = self.optimizer.synchronize
+
+    def backward(self, number):
+        self.model(mine(number)).backward()
+
+    def throw_away(self, number):
+        self.backward(number)
+        self.synchronize()
+        add(self.thrown_away, average(number))
+
+    def step(self, number):
+        self.backward(number)
+        add(self.real, average(number))
+        self.optimizer.step()
+
+    def warnings(self):
+        """Whether ranks' logs warn of thrown-away averages, one bool for each rank."""
+        logged = [r for r in self.caplog.records if r.name == "scalecom_hvd"]
+        warned = any(WARNS.search(r.getMessage()) for r in logged if r.levelname == "WARNING")
+        return hvd.allgather_object(warned, name="warned")
+
+    def share_missing(self, wanted):
+        return share_missing(self.named, self.compressor.residues.tensors, wanted)
+
+    def check(self, thrown_away=0):
+        """Check that what steps used, plus what waits, is what came in for steps.
+
+        There is no warning. thrown_away: how many averages were.
+        """
+        missing = self.share_missing([self.real])
+        assert missing < 1e-3, f"a share of {missing:.3g} is missing"
+        assert not any(self.warnings())
+        assert same_on_all_ranks(self.named.values())
+        assert self.compressor.stats().get("averages_thrown_away", 0) == thrown_away
+
+    def check_warned_if_something_is_lost(self):
+        """Check that a rank has warned, unless all is there.
+
+        What was thrown away may have come in, except for a tensor that is sent whole.
+        """
+        compressed = self.compressor.residues.tensors
+        both = {n: self.real[n] + self.thrown_away[n] * (n in compressed) for n in SHAPES}
+        missing = self.share_missing([self.real, both])
+        assert missing < 1e-3 or any(self.warnings()), f"a share of {missing:.3g} is missing"
+        assert same_on_all_ranks(self.named.values())
+
+
+def share_missing(named, compressed, wanted):
+    """How much of the wanted sum of gradients neither steps used, nor waits in residues.
+
+    named: {name: parameter}. compressed: {name: tensor with a residue}. wanted: several sums; the
+    one that fits a tensor best is its own.
+    """
+    shares = []
+    for name, parameter in named.items():
+        tensor = compressed.get(name)
+        waits = torch.zeros(parameter.shape) if tensor is None else tensor.residue / tensor.beta
+        waits = hvd.allreduce(waits.double().view(parameter.shape), name=f"waits.{name}").numpy()
+        here = waits - parameter.detach().double().numpy()
+        sums = [each[name] for each in wanted]
+        shares.append(min(np.linalg.norm(here - w) / np.linalg.norm(w) for w in sums))
+    return max(shares)
+
+
+# Scripts. Each takes one step, and returns how many averages it throws away.
+
+
+def sharpness_aware(trained, step, zero):
     """SAM: the first average only says where to take the gradient that the step uses."""
-    add(thrown_away, backward(model, 2 * step))
-    optimizer.synchronize()
-    where = {name: p.detach().clone() for name, p in model.items()}
+    trained.throw_away(2 * step)
+    where = {name: p.detach().clone() for name, p in trained.named.items()}
     with torch.no_grad():
-        for parameter in model.values():
+        for parameter in trained.named.values():
             parameter.add_(parameter.grad, alpha=0.01)
-    optimizer.zero_grad()
-    add(real, backward(model, 2 * step + 1))
+    zero()
+    trained.backward(2 * step + 1)
+    add(trained.real, average(2 * step + 1))
     with torch.no_grad():
-        for name, parameter in model.items():
+        for name, parameter in trained.named.items():
             parameter.copy_(where[name])
-    optimizer.step()
+    trained.optimizer.step()
+    return 1
 
 
-def skipped(model, optimizer, step, real, thrown_away):
+def sharpness_aware_from_where_it_was(trained, step, zero):
+    """The same, but parameters go back before the second backward."""
+    trained.throw_away(2 * step)
+    moves = {name: 0.01 * p.grad for name, p in trained.named.items()}
+    with torch.no_grad():
+        for name, parameter in trained.named.items():
+            parameter.add_(moves[name])
+    zero()
+    with torch.no_grad():
+        for name, parameter in trained.named.items():
+            parameter.sub_(moves[name])
+    trained.step(2 * step + 1)
+    return 1
+
+
+def skipped(trained, step, zero):
     """Large models' scripts skip a step if its gradient is too long."""
-    came = backward(model, step)
-    optimizer.synchronize()
     if step % 3 == 2:
-        add(thrown_away, came)
-        return
-    add(real, came)
-    with optimizer.skip_synchronize():
-        optimizer.step()
-
-
-def set_to_none(model, optimizer, step, real, thrown_away):
-    add(thrown_away, backward(model, 2 * step))
-    optimizer.synchronize()
-    for parameter in model.values():
-        parameter.grad = None
-    add(real, backward(model, 2 * step + 1))
-    optimizer.step()
-
-
-def set_to_zero(model, optimizer, step, real, thrown_away):
-    add(thrown_away, backward(model, 2 * step))
-    optimizer.synchronize()
-    for parameter in model.values():
-        parameter.grad.zero_()
-    add(real, backward(model, 2 * step + 1))
-    optimizer.step()
-
-
-SCRIPTS = [sharpness_aware, skipped, set_to_none, set_to_zero]
-
-
-def take_steps(library, caplog, script, steps):
-    caplog.set_level(logging.WARNING, "scalecom_hvd")
-    model, optimizer, compressor = make(library)
-    real, thrown_away = {}, {}
-    for step in range(steps):
-        optimizer.zero_grad()
-        script(model, optimizer, step, real, thrown_away)
-    assert same_on_all_ranks(model.values())
-    return model, compressor, real, thrown_away
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-@in_every_library
-def test_averages_that_no_step_uses(library, script, caplog):
-    model, compressor, real, thrown_away = take_steps(library, caplog, script, 10)
-    if library is hvd:
-        assert_nothing_is_lost(model, compressor.residues.tensors, real, caplog)
-        assert compressor.stats()["averages_thrown_away"] == (3 if script is skipped else 10)
+        trained.throw_away(step)
     else:
-        assert_warned_if_something_is_lost(
-            model, compressor.residues.tensors, real, thrown_away, caplog
-        )
+        trained.step(step)
+    return int(step % 3 == 2)
+
+
+def thrown_away_each_step(trained, step, zero):
+    trained.throw_away(2 * step)
+    zero()
+    trained.step(2 * step + 1)
+    return 1
+
+
+def sign_of_inputs(trained, step, zero):
+    """FGSM's first backward is for the inputs' gradients, but goes through the parameters too."""
+    inputs = {name: grad.requires_grad_() for name, grad in mine(2 * step).items()}
+    trained.model(inputs).backward()
+    trained.synchronize()
+    add(trained.thrown_away, average(2 * step))
+    assert inputs["weight"].grad is not None
+    zero()
+    trained.step(2 * step + 1)
+    return 1
+
+
+def asked_for_without_parameters(trained, step, zero):
+    inputs = {name: grad.requires_grad_() for name, grad in mine(2 * step).items()}
+    torch.autograd.grad(trained.plain(inputs), list(inputs.values()))
+    trained.step(step)
+    return 0
+
+
+def several_passes_that_add_up(trained, step, zero):
+    """The script averages after every pass, and adds up what comes."""
+    trained.backward(2 * step)
+    trained.synchronize()
+    add(trained.real, average(2 * step))
+    trained.step(2 * step + 1)
+    return 0
+
+
+SCRIPTS = [
+    sharpness_aware,
+    sharpness_aware_from_where_it_was,
+    skipped,
+    thrown_away_each_step,
+    sign_of_inputs,
+    asked_for_without_parameters,
+    several_passes_that_add_up,
+]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["to none", "to zero"])
+@pytest.mark.parametrize("script", SCRIPTS)
+@on_every_face
+def test_averages_that_no_step_uses(face, script, set_to_none, caplog):
+    trained, thrown_away = Trained(face, caplog), 0
+
+    def zero():
+        for parameter in trained.named.values():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    if script is sharpness_aware and isinstance(face, dict):
+        trained.step(99)  # until a step, nobody knows that moved parameters are none
+    for step in range(STEPS):
+        zero()
+        thrown_away += script(trained, step, zero)
+    if thrown_away and face is stock:
+        trained.check_warned_if_something_is_lost()
+    else:
+        trained.check(thrown_away)
 
 
 def test_a_script_that_shows_late_what_it_does_is_warned(caplog):
     """Then there is no copy of the residues yet. From then on, there is one."""
-
-    def late(model, optimizer, step, real, thrown_away):
-        came = backward(model, step)
-        optimizer.synchronize()
-        if step in (15, 17):
-            add(thrown_away, came)
-            return
-        add(real, came)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-
-    _, compressor, *_ = take_steps(hvd, caplog, late, 20)
-    assert all(warnings(caplog))
+    trained = Trained(hvd, caplog)
+    for step in range(20):
+        trained.optimizer.zero_grad()
+        trained.throw_away(step)
+        if step not in (15, 17):
+            with trained.optimizer.skip_synchronize():
+                trained.optimizer.step()
+    assert all(trained.warnings())
     assert len([r for r in caplog.records if "no optimizer step used" in r.getMessage()]) == 1
-    assert compressor.stats()["averages_thrown_away"] == 1
+    assert trained.compressor.stats()["averages_thrown_away"] == 1
 
 
 @in_every_library
 def test_averages_that_are_replaced_by_those_of_the_step_itself(library, caplog):
     """Gradients set by hand are averaged in step(). Nobody knows whether they hold the old ones."""
-
-    def script(model, optimizer, step, real, thrown_away):
-        add(thrown_away, backward(model, 2 * step))
-        optimizer.synchronize()
-        for name, parameter in model.items():
+    trained = Trained(library, caplog)
+    for step in range(6):
+        trained.optimizer.zero_grad()
+        trained.throw_away(2 * step)
+        for name, parameter in trained.named.items():
             parameter.grad = mine(2 * step + 1)[name]
-        add(real, average(2 * step + 1))
-        optimizer.step()
-
-    model, compressor, real, thrown_away = take_steps(library, caplog, script, 6)
-    assert_warned_if_something_is_lost(
-        model, compressor.residues.tensors, real, thrown_away, caplog
-    )
-
-
-@in_every_library
-def test_averages_that_several_passes_add_up_are_used(library, caplog):
-    """The script averages after every pass, and adds up what comes."""
-
-    def script(model, optimizer, step, real, thrown_away):
-        backward(model, 2 * step)
-        optimizer.synchronize()
-        backward(model, 2 * step + 1)
-        add(real, average(2 * step))
-        add(real, average(2 * step + 1))
-        optimizer.step()
-
-    model, compressor, real, _ = take_steps(library, caplog, script, 6)
-    assert_nothing_is_lost(model, compressor.residues.tensors, real, caplog)
+        add(trained.real, average(2 * step + 1))
+        trained.optimizer.step()
+    trained.check_warned_if_something_is_lost()
 
 
 @in_every_library
 def test_after_a_step_that_was_refused(library, caplog):
     """The error has ended that step, so later averages are not those of its closure."""
-    caplog.set_level(logging.WARNING, "scalecom_hvd")
-    model, optimizer, compressor = make(library)
+    trained = Trained(library, caplog)
     for step in range(2):
-        optimizer.zero_grad()
-        backward(model, step)
+        trained.optimizer.zero_grad()
+        trained.backward(step)
         if step == 1:
-            model["weight"].grad.mul_(0.5)
-            assert refuses(optimizer.step)
+            trained.named["weight"].grad.mul_(0.5)
+            assert refuses(trained.optimizer.step)
         else:
-            optimizer.step()
+            trained.optimizer.step()
     # This gives a step up in Horovod's own optimizer.
-    optimizer.load_state_dict(optimizer.state_dict())
+    trained.optimizer.load_state_dict(trained.optimizer.state_dict())
     for step in range(2, 5):  # the first of these is sent whole there
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.synchronize()
+        trained.optimizer.zero_grad()
+        trained.throw_away(step)
     if library is hvd:
-        assert compressor.stats()["averages_thrown_away"] == 2
+        assert trained.compressor.stats()["averages_thrown_away"] == 2
     else:
-        assert any(warnings(caplog))
+        assert any(trained.warnings())
+
+
+@with_hooks
+def test_an_optimizer_without_hooks_uses_its_averages(face, caplog):
+    """Other libraries' optimizers, and steps by hand, call no hooks of PyTorch's."""
+    trained = Trained(face, caplog)
+    for step in range(6):
+        trained.model.zero_grad()
+        trained.backward(step)
+        add(trained.real, average(step))
+        for parameter in trained.model.parameters():
+            parameter.data.sub_(parameter.grad)
+    trained.check()
+
+
+class Two(nn.Module):
+    """An actor's and a critic's parameters in one model, as in actor-critic training."""
+
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = Given(), Given()
+
+    def forward(self, actors, critics):
+        return self.actor(actors) + self.critic(critics)
+
+
+@under_torchrun
+def test_each_players_step_uses_its_own_averages():
+    """The actor's loss gives gradients to the critic too, and the critic's to the actor."""
+    model, compressor = hooked(Two())
+    two = {"actor": model.module.actor, "critic": model.module.critic}
+    optimizers = [torch.optim.SGD(player.parameters(), lr=1.0) for player in two.values()]
+    real = [{}, {}]
+    for step in range(6):
+        for player in (0, 1):
+            model.zero_grad()
+            model(mine(4 * step + player), mine(4 * step + 2 + player)).backward()
+            optimizers[player].step()
+            add(real[player], average(4 * step + 2 * player + player))
+    # Residues still hold what the last backward gave the player whose step it was not.
+    model.zero_grad()
+    model(*[{name: torch.zeros(shape) for name, shape in SHAPES.items()}] * 2).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for (name, player), expected in zip(two.items(), real, strict=True):
+        compressed = {"weight": compressor.residues.tensors[f"{name}.weight"]}
+        named = dict(player.named_parameters())
+        assert share_missing(named, compressed, [expected]) < 1e-3
+
+
+@under_torchrun
+@pytest.mark.on_cpus  # where made-up gradients are
+@pytest.mark.parametrize("throws_away", [True, False])
+def test_sharded_parameters(throws_away):
+    """Two nodes of one rank: FSDP2 adds to p.grad by itself."""
+    model = Given()
+    mesh = init_device_mesh("cpu", (hvd.size(), 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh["shard"])
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    method = ScaleCom(**SETTINGS)
+    optimizer = DistributedOptimizer(sgd, model.named_parameters(), compression=method, mesh=mesh)
+    real = {}
+    for step in range(6):
+        model(mine(2 * step)).backward()
+        if throws_away:
+            optimizer.zero_grad()
+        else:
+            add(real, average(2 * step))
+        model(mine(2 * step + 1)).backward()
+        add(real, average(2 * step + 1))
+        optimizer.step()
+        optimizer.zero_grad()
+    named = {name: parameter.to_local() for name, parameter in model.named_parameters()}
+    assert share_missing(named, method.residues.tensors, [real]) < 1e-3
+    assert method.stats()["averages_thrown_away"] == 6 * throws_away
+
+
+@under_torchrun
+def test_a_generators_loss_leaves_its_discriminator_alone():
+    """The usual loop: rows that only the generator's loss gives gradients to never move."""
+    torch.manual_seed(0)
+    generator, discriminator = nn.Linear(8, 64), nn.Linear(64, 64, bias=False)
+    start = discriminator.weight.detach().clone()
+    models = [hooked(each)[0] for each in (generator, discriminator)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    for step in range(15):
+        random = torch.Generator().manual_seed(2 * step + hvd.rank())
+        optimizers[1].zero_grad()
+        models[1](torch.randn(16, 64, generator=random))[:, :32].mean().mul(30).backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        made = models[0](torch.randn(16, 8, generator=random))
+        models[1](made)[:, 32:].mean().mul(30).backward()
+        optimizers[0].step()
+    moved = (discriminator.weight.detach() - start).norm(dim=1)
+    assert moved[:32].min() > 0
+    assert not moved[32:].any()
