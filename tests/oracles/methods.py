@@ -20,13 +20,11 @@ rooms only.
 from __future__ import annotations
 
 import functools
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.lanes import Lanes, geometry
 from scalecom_hvd.reference import ScaleComReference, integers, largest, mean, scales, select
 
@@ -41,7 +39,6 @@ class Bucket(NamedTuple):
         step: the number of the step.
         tensors: every tensor's geometry, and its range of elements in the bucket.
         selection: "lanes" or "exact".
-        senders: the workers that send, or None if all do.
         sendable: (n, N), the value that each worker sends of an element if it is chosen.
     """
 
@@ -49,12 +46,12 @@ class Bucket(NamedTuple):
     step: int
     tensors: list[tuple[Lanes, slice]]
     selection: str
-    senders: list[int] | None
     sendable: np.ndarray
 
     @property
-    def k(self) -> int:
-        return sum(lanes.k for lanes, _ in self.tensors)
+    def counts(self) -> list[int]:
+        """How many elements of each tensor are sent."""
+        return [lanes.k for lanes, _ in self.tensors]
 
 
 Send = Callable[[np.ndarray, Bucket], np.ndarray]
@@ -77,28 +74,16 @@ class MethodReference(ScaleComReference):
         buckets: the names of the tensors of each bucket, in the order of the bucket.
         decay: the decay of residues.
         by_contributors: whether averages are over the workers that sent something.
-
-    Attributes:
-        senders: the workers that send in this step. The others send nothing, and keep their
-            residues. None: all workers always send.
     """
 
     def __init__(
-        self,
-        n_workers: int,
-        shapes: Mapping[str, tuple[int, ...]],
-        config: ScaleComConfig,
-        send: Send,
-        buckets: Sequence[Sequence[str]] | None = None,
-        decay: float = 1.0,
-        by_contributors: bool = False,
+        self, n_workers, shapes, config, send: Send, buckets=None, decay=1.0, by_contributors=False
     ) -> None:
         super().__init__(n_workers, shapes, config, buckets)
         self.send, self.decay, self.by_contributors = send, decay, by_contributors
-        self.senders: list[int] | None = None
         self.buckets = [list(names) for names in buckets or [self.shapes]]
 
-    def step(self, grads: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    def step(self, grads):
         """See ScaleComReference.step. A step is also skipped if its averages overflow."""
         residues, number = [dict(mine) for mine in self.residues], self.step_number
         with np.errstate(over="ignore", invalid="ignore"):
@@ -108,7 +93,7 @@ class MethodReference(ScaleComReference):
         self.residues, self.step_number = residues, number
         return {name: np.full_like(average, np.nan) for name, average in averages.items()}
 
-    def _average(self, grads: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    def _average(self, grads):
         whole = {name for name in grads[0] if self._is_sent_whole(name)}
         averages = {
             name: self._average_tensor(name, [worker[name] for worker in grads]) for name in whole
@@ -119,9 +104,7 @@ class MethodReference(ScaleComReference):
                 averages |= self._average_bucket(number, compressed, grads)
         return averages
 
-    def _average_bucket(
-        self, number: int, names: list[str], grads: Sequence[Mapping[str, np.ndarray]]
-    ) -> dict[str, np.ndarray]:
+    def _average_bucket(self, number, names, grads):
         kind = np.dtype(self.config.residue_dtype_for(str(grads[0][names[0]].dtype)))
         tensors, start = [], 0
         for name in names:
@@ -132,25 +115,18 @@ class MethodReference(ScaleComReference):
             for name in names:
                 mine.setdefault(name, np.zeros(self.shapes[name], kind))
 
-        def joined(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        def joined(arrays):
             return np.concatenate([arrays[name].reshape(-1).astype(kind) for name in names])
 
         m = np.stack([joined(mine) for mine in self.residues])
         g = np.stack([joined(worker) for worker in grads])
         beta, rest = kind.type(self.config.beta), kind.type(1 - self.config.beta)
-        accumulators = kind.type(self.decay) * m + g
-        sendable = accumulators
+        accumulators = sendable = kind.type(self.decay) * m + g
         if self.config.extra:
             sendable = sendable + self._more(m, accumulators - m)
-        selection = self.config.selection
-        bucket = Bucket(number, self.step_number, tensors, selection, self.senders, sendable)
+        bucket = Bucket(number, self.step_number, tensors, self.config.selection, sendable)
         sent = self.send(accumulators, bucket)
-        everyone = range(self.n_workers)
-        silent = [i for i in everyone if self.senders is not None and i not in self.senders]
-        sent[silent] = 0
-        kept = m[silent]
         m = rest * m + beta * (accumulators - sent)
-        m[silent] = kept
         average = mean(sent)
         if self.by_contributors:
             average = average * kind.type(self.n_workers) / np.maximum((sent != 0).sum(0), 1)
@@ -159,8 +135,9 @@ class MethodReference(ScaleComReference):
         for name, (_, elements) in zip(names, tensors, strict=True):
             for i, mine in enumerate(self.residues):
                 mine[name] = m[i, elements].reshape(self.shapes[name])
-            averages[name] = average[elements].reshape(self.shapes[name])
-        return {name: each.astype(grads[0][name].dtype) for name, each in averages.items()}
+            average_of_it = average[elements].reshape(self.shapes[name])
+            averages[name] = average_of_it.astype(grads[0][name].dtype)
+        return averages
 
 
 # Which indices workers send: functions from the accumulators to each worker's indices.
@@ -173,14 +150,8 @@ def own(accumulators: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
 
 def leaders(accumulators: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
     """All workers use the indices of the leader's largest accumulators (Chen et al., 2020)."""
-    leader = leader_of(bucket, len(accumulators))
-    return [choose(accumulators[leader], bucket, bucket.selection)] * len(accumulators)
-
-
-def leader_of(bucket: Bucket, n_workers: int) -> int:
-    if bucket.senders is None:
-        return bucket.step % n_workers
-    return bucket.senders[random.Random(bucket.step).randrange(len(bucket.senders))]
+    leader = accumulators[bucket.step % len(accumulators)]
+    return [choose(leader, bucket, bucket.selection)] * len(accumulators)
 
 
 def drawn(draw: Callable[[Bucket, int], Sequence[np.ndarray]]) -> Places:
@@ -190,29 +161,15 @@ def drawn(draw: Callable[[Bucket, int], Sequence[np.ndarray]]) -> Places:
         draw: returns a worker's indices in each of a bucket's tensors.
     """
 
-    def places(accumulators: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
-        everyone = [
-            zip(draw(bucket, i), bucket.tensors, strict=True) for i in range(len(accumulators))
-        ]
-        return [
-            np.concatenate([elements.start + chosen for chosen, (_, elements) in mine])
-            for mine in everyone
-        ]
+    def places(accumulators, bucket):
+        starts = [elements.start for _, elements in bucket.tensors]
+        everyone = [zip(starts, draw(bucket, i), strict=True) for i in range(len(accumulators))]
+        return [np.concatenate([start + chosen for start, chosen in mine]) for mine in everyone]
 
     return places
 
 
 # What workers send at these indices.
-
-
-def local_topk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
-    """Every worker sends its largest values, unquantised."""
-    return sending(own)(accumulators, bucket)
-
-
-def random_k(draw: Callable[[Bucket], Sequence[np.ndarray]]) -> Send:
-    """All workers send unquantised values at the same indices, which are drawn at random."""
-    return sending(drawn(lambda bucket, worker: draw(bucket)))
 
 
 def sending(
@@ -226,28 +183,35 @@ def sending(
         uniform: the quantiser's random numbers.
     """
 
-    def send(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
-        counts = [lanes.k for lanes, _ in bucket.tensors]
+    def send(accumulators, bucket):
         everyone = []
         for worker, chosen in enumerate(places(accumulators, bucket)):
             sent = only(bucket.sendable[worker], chosen)
             if quantise is not None:
                 draw = functools.partial(uniform, bucket, worker)
-                sent[chosen] = quantise(sent[chosen], counts, draw)
+                sent[chosen] = quantise(sent[chosen], bucket.counts, draw)
             everyone.append(sent)
         return np.stack(everyone)
 
     return send
 
 
+local_topk = sending(own)
+
+
+def random_k(draw: Callable[[Bucket], Sequence[np.ndarray]]) -> Send:
+    """All workers send unquantised values at the same indices, which are drawn at random."""
+    return sending(drawn(lambda bucket, worker: draw(bucket)))
+
+
 def few_bits(levels: int) -> Send:
     """ScaleCom with few bits: integers from -levels to levels, times the leader's scales."""
 
-    def send(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
+    def send(accumulators, bucket):
         chosen, *_ = leaders(accumulators, bucket)
-        values = bucket.sendable[leader_of(bucket, len(accumulators)), chosen]
-        ends = np.cumsum([lanes.k for lanes, _ in bucket.tensors])[:-1]
-        scale = np.concatenate([scales(each, levels) for each in np.split(values, ends)])
+        values = bucket.sendable[bucket.step % len(accumulators), chosen]
+        parts = np.split(values, np.cumsum(bucket.counts)[:-1])
+        scale = np.concatenate([scales(part, levels) for part in parts])
         sent = np.zeros_like(accumulators)
         for mine, sendable in zip(sent, bucket.sendable, strict=True):
             mine[chosen] = integers(sendable[chosen], scale, levels) * scale
@@ -268,15 +232,16 @@ def gtopk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
     A group keeps the k largest sums of what its members still send; k is that of the whole bucket.
     A value that is dropped stays in the residue of its worker.
     """
+    k = sum(bucket.counts)
     sent = [
-        only(values, largest(acc, bucket.k))
+        only(values, largest(acc, k))
         for values, acc in zip(bucket.sendable, accumulators, strict=True)
     ]
     groups = [[i] for i in range(len(sent))]
     while len(groups) > 1:
         groups = [sum(groups[first : first + 2], []) for first in range(0, len(groups), 2)]
         for group in groups:
-            kept = largest(np.sum([sent[i] for i in group], 0), bucket.k)
+            kept = largest(np.sum([sent[i] for i in group], 0), k)
             for i in group:
                 sent[i] = only(sent[i], kept)
     return np.stack(sent)
@@ -289,7 +254,7 @@ def ecqsgd(bits: int, uniform: Uniform) -> Send:
     """
     quantise = qsgd(2 ** (bits - 1) - 1, BLOCK)
 
-    def send(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
+    def send(accumulators, bucket):
         return np.stack(
             [
                 quantise(acc, [acc.size], functools.partial(uniform, bucket, worker))
@@ -313,11 +278,7 @@ def qsgd(s: int, block: int, norm: str | int = "max", divide: float = 1.0) -> Qu
         divide: the number that results are divided by (Basu et al., 2019).
     """
 
-    def quantise(
-        values: np.ndarray,
-        counts: Sequence[int],
-        random: Callable[[tuple[int, ...]], np.ndarray],
-    ) -> np.ndarray:
+    def quantise(values, counts, random):
         kind = values.dtype.type
         blocks, back = in_blocks(values, counts, block)
         scale = np.abs(blocks).max(1)
@@ -336,14 +297,9 @@ def qsgd(s: int, block: int, norm: str | int = "max", divide: float = 1.0) -> Qu
 def sign(block: int) -> Quantise:
     """Each value becomes its sign times the mean magnitude of its block (Basu et al., 2019)."""
 
-    def quantise(
-        values: np.ndarray,
-        counts: Sequence[int],
-        random: Callable[[tuple[int, ...]], np.ndarray],
-    ) -> np.ndarray:
+    def quantise(values, counts, random):
         blocks, back = in_blocks(values, counts, block)
-        lengths = np.bincount(back // block)
-        means = np.abs(blocks).astype(np.float64).sum(1) / lengths
+        means = np.abs(blocks).astype(np.float64).sum(1) / np.bincount(back // block)
         scale = means.astype(values.dtype)[:, None]
         return np.where(blocks < 0, -scale, scale).reshape(-1)[back]
 
@@ -357,20 +313,14 @@ def bin_means(block: int) -> Quantise:
     block's mean magnitude.
     """
 
-    def quantise(
-        values: np.ndarray,
-        counts: Sequence[int],
-        random: Callable[[tuple[int, ...]], np.ndarray],
-    ) -> np.ndarray:
+    def quantise(values, counts, random):
         blocks, back = in_blocks(values, counts, block)
         result = np.empty_like(blocks)
         for row, length, new in zip(blocks, np.bincount(back // block), result, strict=True):
             own = row[:length].astype(np.float64)
-            large = np.abs(own) > np.abs(own).sum() / length
-            bins = 2 * large + (own < 0)
-            for members in (bins == which for which in range(4)):
-                if members.any():
-                    new[:length][members] = own[members].sum() / members.sum()
+            bins = 2 * (np.abs(own) > np.abs(own).sum() / length) + (own < 0)
+            sums, sizes = (np.bincount(bins, weights, 4) for weights in (own, None))
+            new[:length] = (sums / np.maximum(sizes, 1))[bins]
         return result.reshape(-1)[back]
 
     return quantise
@@ -386,8 +336,7 @@ def in_blocks(
     """
     rows, back, row = [], [], 0
     for each in np.split(values, np.cumsum(counts)[:-1]):
-        padded = np.pad(each, (0, -each.size % block))
-        rows.append(padded.reshape(-1, block))
+        rows.append(np.pad(each, (0, -each.size % block)).reshape(-1, block))
         back.append(row * block + np.arange(each.size))
         row += len(rows[-1])
     return np.concatenate(rows), np.concatenate(back)

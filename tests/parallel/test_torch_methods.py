@@ -63,7 +63,7 @@ class ScaledSign(hvd.Method):
 def scaled_sign(accumulators, bucket):
     sent = oracle.local_topk(accumulators, bucket)
     return np.stack(
-        [np.sign(mine) * np.abs(mine).sum() / mine.dtype.type(bucket.k) for mine in sent]
+        [np.sign(mine) * np.abs(mine).sum() / mine.dtype.type(sum(bucket.counts)) for mine in sent]
     )
 
 
