@@ -1,9 +1,12 @@
 """The methods other than ScaleCom, in one process.
 
-Tests cover their parts separately, and compare any number of simulated ranks with the oracle.
+Tests cover their parts separately, compare any number of simulated ranks with the oracle, and hold
+settings and states of one method against those of another.
 """
 
 import functools
+import itertools
+import re
 
 import numpy as np
 import pytest
@@ -28,20 +31,12 @@ pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 # RandomK's draw.
 
 
-@pytest.mark.parametrize(
-    ("numel", "rate"),
-    [
-        (1, 100),
-        (63, 10),
-        (65, 10),
-        (640, 10),
-        (641, 10),
-        (701, 10),
-        (1000, 7),
-        (999, 2.5),
-        (50, 1000),
-    ],
-)
+def assert_spread(hits, expected):
+    assert (np.abs(hits - expected) <= 6 * np.sqrt(expected)).all()
+
+
+@pytest.mark.parametrize("numel", [1, 50, 63, 65, 640, 641, 701, 999])
+@pytest.mark.parametrize("rate", [2.5, 10, 100])
 def test_a_draw_hits_every_lane_once_and_reaches_every_element(numel, rate):
     lanes, random = Lanes(numel, rate), torch.Generator().manual_seed(1)
     starts, strides = lanes.starts_and_strides()
@@ -51,14 +46,12 @@ def test_a_draw_hits_every_lane_once_and_reaches_every_element(numel, rate):
         members = np.arange(starts[lane], end, strides[lane])[: lanes.rows]
         lane_of[members] = lane
     assert (lane_of >= 0).all()
-    hits = np.zeros(numel, int)
-    draws = 60 * lanes.rows if numel > 50 else 600
+    hits, draws = np.zeros(numel, int), 60 * lanes.rows
     for _ in range(draws):
         places = draw(lanes, random).numpy()
         assert np.array_equal(lane_of[places], np.arange(lanes.k))
         hits[places] += 1
-    expected = draws / np.bincount(lane_of)[lane_of]
-    assert (np.abs(hits - expected) <= 6 * np.sqrt(expected)).all()
+    assert_spread(hits, draws / np.bincount(lane_of)[lane_of])
 
 
 def test_an_exact_draw_is_any_places_without_repeats():
@@ -67,16 +60,15 @@ def test_an_exact_draw_is_any_places_without_repeats():
         places = draw(Positions(101, 10), random).numpy()
         assert len(np.unique(places)) == 11
         hits[places] += 1
-    assert (np.abs(hits - 600 * 11 / 101) <= 6 * np.sqrt(600 * 11 / 101)).all()
+    assert_spread(hits, 600 * 11 / 101)
 
 
 def test_numbers_drawn_depend_on_every_number_given():
-    first = [torch.rand(1, generator=generator(*numbers)).item() for numbers in np.ndindex(3, 3, 3)]
-    assert len(set(first)) == 27
-    assert (
-        torch.rand(1, generator=generator(-1, 2**40)).item()
-        == torch.rand(1, generator=generator(-1, 2**40)).item()
-    )
+    def first(*numbers):
+        return torch.rand(1, generator=generator(*numbers)).item()
+
+    assert len({first(*numbers) for numbers in np.ndindex(3, 3, 3)}) == 27
+    assert first(-1, 2**40) == first(-1, 2**40)
 
 
 # What is sent.
@@ -85,12 +77,11 @@ def test_numbers_drawn_depend_on_every_number_given():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_packed_values_and_bytes_come_back(count, dtype):
-    payloads, wanted = [], []
-    for i in range(3):
-        values, more = torch.randn(count, dtype=dtype), torch.full((count,), i, dtype=torch.uint8)
-        payloads.append(pack(values, more))
-        wanted.append((values, more))
-    for payload, (values, more) in zip(payloads, wanted, strict=True):
+    sent = [
+        (torch.randn(count, dtype=dtype), torch.full((count,), i, dtype=torch.uint8))
+        for i in range(3)
+    ]
+    for payload, (values, more) in zip([pack(*each) for each in sent], sent, strict=True):
         theirs, rest = unpack(payload, values)
         assert torch.equal(theirs, values)
         assert torch.equal(rest, more)
@@ -98,7 +89,7 @@ def test_packed_values_and_bytes_come_back(count, dtype):
 
 @pytest.mark.parametrize("n", range(1, 9))
 def test_gtopks_merge_gives_what_ranks_sent(n):
-    """The paper's tree, spelled out. Indices overlap, are equal on all ranks, or values cancel."""
+    """Indices overlap, are equal on all ranks, or values cancel."""
     k, numel = 5, 12
     for trial in range(24):
         random = np.random.default_rng([n, trial])
@@ -112,33 +103,21 @@ def test_gtopks_merge_gives_what_ranks_sent(n):
         choices = [
             (torch.from_numpy(p), torch.from_numpy(v)) for p, v in zip(places, values, strict=True)
         ]
-        merged = [merge(list(choices), k, rank) for rank in range(n)]
-        (chosen, sums), _ = merged[0]
-        assert len(chosen) == k
-        assert len(set(chosen.tolist())) == k
-        result, sent = np.zeros(numel), np.zeros(numel)
-        result[chosen.numpy()] = sums.numpy()
-        for rank, ((theirs, same), mine) in enumerate(merged):
-            assert torch.equal(theirs, chosen)
-            assert torch.equal(same, sums)
-            assert set(mine.tolist()) <= set(places[rank].tolist()) & set(chosen.tolist())
-            whole = np.zeros(numel)
-            whole[places[rank]] = values[rank]
-            sent[mine.numpy()] += whole[mine.numpy()]
-        np.testing.assert_allclose(result, sent, atol=1e-12)
+        result, sent = torch.zeros(2, numel, dtype=torch.float64)
+        (chosen, sums), _ = merge(list(choices), k, 0)
+        result[chosen] = sums
+        assert len(set(chosen.tolist())) == len(chosen) == k
+        for rank, (own, whole) in enumerate(choices):
+            same, mine = merge(list(choices), k, rank)
+            torch.testing.assert_close(same, (chosen, sums), rtol=0, atol=0)
+            assert set(mine.tolist()) <= set(own.tolist()) & set(chosen.tolist())
+            sent[mine] += whole[torch.isin(own, mine)]
+        torch.testing.assert_close(result, sent, rtol=0, atol=1e-12)
         if n == 1:
-            assert torch.equal(merged[0][1], choices[0][0])
+            assert torch.equal(mine, choices[0][0])
 
 
 # Simulated ranks.
-
-METHODS = {
-    "RandomK": (functools.partial(hvd.RandomK, seed=7), lambda: oracle.random_k(drawn)),
-    "LocalTopK": (hvd.LocalTopK, lambda: oracle.local_topk),
-    "GTopK": (hvd.GTopK, lambda: oracle.gtopk),
-    "GlobalTopK": (hvd.GlobalTopK, lambda: oracle.global_topk),
-    "ECQSGD": (functools.partial(hvd.ECQSGD, seed=7), lambda: oracle.ecqsgd(4, uniform)),
-}
 
 
 def drawn(bucket):
@@ -148,6 +127,15 @@ def drawn(bucket):
 
 def uniform(bucket, worker, shape):
     return torch.rand(shape, generator=generator(7, bucket.step, bucket.number, worker)).numpy()
+
+
+METHODS = {
+    "RandomK": (functools.partial(hvd.RandomK, seed=7), oracle.random_k(drawn)),
+    "LocalTopK": (hvd.LocalTopK, oracle.local_topk),
+    "GTopK": (hvd.GTopK, oracle.gtopk),
+    "GlobalTopK": (hvd.GlobalTopK, oracle.global_topk),
+    "ECQSGD": (functools.partial(hvd.ECQSGD, seed=7), oracle.ecqsgd(4, uniform)),
+}
 
 
 def simulate(n, method, **fields):
@@ -179,80 +167,44 @@ def as_tensors(grads):
     ]
 
 
-@pytest.mark.parametrize("n", [1, 3, 8])
-@pytest.mark.parametrize("name", METHODS)
-def test_simulated_ranks_are_those_of_the_oracle(name, n):
-    method, send = METHODS[name]
-    simulation = simulate(n, method)
-    reference = oracle.MethodReference(n, SHAPES, simulation.compressors[0].config, send(), BUCKETS)
+def hold_to_the_oracle(n, method, send, *how, tolerance=1e-6, exactly=0, **fields):
+    """Compare averages and residues; `how` is what else MethodReference takes."""
+    simulation = simulate(n, method, **fields)
+    config = simulation.compressors[0].config
+    reference = oracle.MethodReference(n, SHAPES, config, send, BUCKETS, *how)
     for step in range(12):
         everyone = made_up(n, step)
         if step in (3, 7):
             everyone[-1]["second"][1, 17] = np.nan
-        outputs = simulation.step(as_tensors(everyone))
-        averages = reference.step(everyone)
-        for rank in range(n):
-            for tensor, got in outputs[rank].items():
-                np.testing.assert_array_equal(got.numpy(), outputs[0][tensor].numpy())
+        outputs, averages = simulation.step(as_tensors(everyone)), reference.step(everyone)
+        for name, want in averages.items():
+            for output in outputs:
+                np.testing.assert_array_equal(output[name].numpy(), outputs[0][name].numpy())
+            np.testing.assert_allclose(
+                output[name].numpy(), want, tolerance, tolerance, err_msg=f"{name}, step {step}"
+            )
+        for compressor, residues in zip(simulation.compressors, reference.residues, strict=True):
+            for name, tensor in compressor.residues.tensors.items():
+                want = residues.get(name, np.zeros(tensor.shape, np.float32)).reshape(-1)
                 np.testing.assert_allclose(
-                    got.numpy(),
-                    averages[tensor],
-                    rtol=1e-6,
-                    atol=1e-6,
-                    err_msg=f"{tensor}, step {step}",
-                )
-            for tensor in simulation.compressors[rank].residues.tensors.values():
-                want = reference.residues[rank].get(tensor.name, np.zeros(tensor.shape, np.float32))
-                np.testing.assert_array_equal(
-                    tensor.residue.view(tensor.shape).numpy(),
-                    want,
-                    err_msg=f"{tensor.name}, step {step}",
+                    tensor.residue.numpy(), want, exactly, exactly, err_msg=f"{name}, step {step}"
                 )
     assert simulation.compressors[0].residues.buckets == BUCKETS
     assert reference.step_number == simulation.compressors[0].stats()["step"] == 10
 
 
+@pytest.mark.parametrize("n", [1, 3, 8])
 @pytest.mark.parametrize("name", METHODS)
-def test_two_simulations_give_the_same_bits(name):
-    one, other = (simulate(3, METHODS[name][0]) for _ in range(2))
-    for step in range(6):
-        grads = made_up(3, step)
-        for a, b in zip(one.step(as_tensors(grads)), other.step(as_tensors(grads)), strict=True):
-            assert all(torch.equal(a[tensor], b[tensor]) for tensor in SHAPES)
-
-
-@pytest.mark.parametrize("method", [hvd.RandomK, hvd.ECQSGD])
-def test_another_seed_gives_other_numbers(method):
-    outputs = [
-        simulate(2, method, seed=seed).step(as_tensors(made_up(2, 0)))[0]["first"]
-        for seed in (0, 1)
-    ]
-    assert not torch.equal(*outputs)
-
-
-# Residues that fade.
+def test_simulated_ranks_are_those_of_the_oracle(name, n):
+    hold_to_the_oracle(n, *METHODS[name])
 
 
 @pytest.mark.parametrize("average", ["all", "contributors"])
 @pytest.mark.parametrize("selection", ["lanes", "exact"])
 def test_what_waits_fades_as_the_oracle_says(selection, average):
+    fields = {"beta": 1.0, "selection": selection, "tolerance": 1e-5, "exactly": 1e-5}
     method = functools.partial(hvd.LocalTopK, decay=0.75, average=average)
-    simulation = simulate(3, method, beta=1.0, selection=selection)
-    config = simulation.compressors[0].config
-    by_contributors = average == "contributors"
-    reference = oracle.MethodReference(
-        3, SHAPES, config, oracle.local_topk, BUCKETS, 0.75, by_contributors
-    )
-    for step in range(12):
-        everyone = made_up(3, step)
-        if step in (3, 7):
-            everyone[-1]["second"][1, 17] = np.nan
-        outputs, averages = simulation.step(as_tensors(everyone))[1], reference.step(everyone)
-        for name, got in outputs.items():
-            np.testing.assert_allclose(got.numpy(), averages[name], 1e-5, 1e-5, err_msg=name)
-        for name, tensor in simulation.compressors[1].residues.tensors.items():
-            want = reference.residues[1].get(name, np.zeros(tensor.shape, np.float32)).reshape(-1)
-            np.testing.assert_allclose(tensor.residue.numpy(), want, 1e-5, 1e-5, err_msg=name)
+    hold_to_the_oracle(3, method, oracle.local_topk, 0.75, average == "contributors", **fields)
 
 
 def test_a_frozen_tensors_residue_does_not_fade():
@@ -268,38 +220,94 @@ def test_a_frozen_tensors_residue_does_not_fade():
     assert torch.equal(residue, before)
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "message"),
-    [
-        (
-            {"decay": 1.5, "beta": 1.0},
-            ValueError,
-            r"from 0 \(no residue is kept\) to 1 \(all of it is kept\)",
-        ),
-        ({"decay": "much", "beta": 1.0}, TypeError, "decay must be a number, not 'much'"),
-        ({"decay": 0.9, "beta": 0.5}, ValueError, "exclude each other: give beta=1, not 0.5"),
-        ({"average": "some"}, ValueError, 'average must be "all" or "contributors", not \'some\''),
-    ],
-)
-def test_what_local_top_k_cannot_do(fields, error, message):
-    with pytest.raises(error, match=message):
-        hvd.LocalTopK(**fields)
+@pytest.mark.parametrize("name", METHODS)
+def test_two_simulations_give_the_same_bits(name):
+    one, other = (simulate(3, METHODS[name][0]) for _ in range(2))
+    for step in range(6):
+        grads = made_up(3, step)
+        outputs = [simulation.step(as_tensors(grads)) for simulation in (one, other)]
+        torch.testing.assert_close(*outputs, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"decay": 0}, "decay=None in the state and 0.0 now"),
-        ({"average": "contributors"}, "average=None in the state and 'contributors' now"),
-    ],
-)
-def test_another_decay_is_another_method(more, message):
-    one, other = (
-        simulate(2, functools.partial(hvd.LocalTopK, **own), beta=1.0) for own in ({}, more)
+@pytest.mark.parametrize("method", [hvd.RandomK, hvd.ECQSGD])
+def test_another_seed_gives_other_numbers(method):
+    outputs = [
+        simulate(2, method, seed=seed).step(as_tensors(made_up(2, 0)))[0]["first"]
+        for seed in (0, 1)
+    ]
+    assert not torch.equal(*outputs)
+
+
+# What is refused.
+
+KINDS = hvd.RandomK, hvd.LocalTopK, hvd.GTopK, hvd.GlobalTopK, hvd.ECQSGD, hvd.ScaleCom
+DIFFERENT = [
+    ((one, {}), (other, {}), "method", one.__name__, other.__name__)
+    for one, other in itertools.combinations(KINDS, 2)
+]
+DIFFERENT += [
+    ((method, {}), (method, {what: value}), what, before, shown)
+    for method, what, value, before, shown in (
+        (hvd.ECQSGD, "bits", 2, 4, 2),
+        (hvd.ECQSGD, "seed", 5, 0, 5),
+        (hvd.ECQSGD, "beta", 0.5, 1.0, 0.5),
+        (hvd.ECQSGD, "min_numel", 9, 0, 9),
+        (hvd.RandomK, "seed", 5, 0, 5),
+        (hvd.RandomK, "shared", False, None, False),
+        (hvd.LocalTopK, "decay", 0, None, 0.0),
+        (hvd.LocalTopK, "average", "contributors", None, "contributors"),
+        (hvd.LocalTopK, "quantiser", hvd.Sign, None, "Sign(block=512)"),
+        (hvd.ScaleCom, "quantiser", hvd.Sign, None, "Sign(block=512)"),
     )
-    one.step(as_tensors(made_up(2, 0)))
-    with pytest.raises(ValueError, match=message):
-        other.compressors[0].load_state_dict(one.compressors[0].state_dict())
-    other.step(as_tensors(made_up(2, 0)))
-    with pytest.raises(ValueError, match="in the state and None now"):
-        one.compressors[0].load_state_dict(other.compressors[0].state_dict())
+]
+
+
+@pytest.mark.parametrize(("one", "other", "what", "a", "b"), DIFFERENT)
+def test_what_differs_between_states_or_ranks_is_refused(one, other, what, a, b):
+    def make(**settings):
+        method, fields = next(methods)
+        return method(**(settings | fields))
+
+    methods = iter([one, one, other, other, one, other, other, one])
+    same, others, mixed, turned = (simulate(2, make, beta=1.0) for _ in range(4))
+    for simulation in (same, others):
+        simulation.step(as_tensors(made_up(2, 0)))
+    for here, there, mine, theirs in ((same, others, a, b), (others, same, b, a)):
+        message = re.escape(f"{what}={theirs!r} in the state and {mine!r} now")
+        with pytest.raises(ValueError, match=f"made (by another|with other) .*{message}"):
+            here.compressors[0].load_state_dict(there.compressors[0].state_dict())
+    for simulation, first, second in ((mixed, a, b), (turned, b, a)):
+        first, second = ("missing" if each is None else each for each in (first, second))
+        message = f"{what} is {first} on rank 0 and {second} on rank 1"
+        with pytest.raises(RuntimeError, match=f"settings differ.*{re.escape(message)}"):
+            simulation.step(as_tensors(made_up(2, 0)))
+
+
+REFUSED = [
+    (hvd.LocalTopK, {"decay": 1.5, "beta": 1.0}, r"from 0 \(no residue is kept\) to 1 \(all of it"),
+    (hvd.LocalTopK, {"decay": "much", "beta": 1.0}, "decay must be a number, not 'much'"),
+    (hvd.LocalTopK, {"decay": 0.9, "beta": 0.5}, "exclude each other: give beta=1, not 0.5"),
+    (hvd.LocalTopK, {"average": "some"}, '"all" or "contributors", not \'some\''),
+    (hvd.ECQSGD, {"bits": 3}, "bits must be 2, 4 or 8.*not 3"),
+    (hvd.GTopK, {"rat": 3}, "did you mean"),
+]
+MEANT = {"lookahead": True, "leader": "staggered", "selection": "exact"}
+REFUSED += [
+    (method, {setting: value}, f"{setting} means nothing to {method.__name__}")
+    for method in KINDS
+    for setting, value in MEANT.items()
+    if setting not in method.uses
+]
+
+
+@pytest.mark.parametrize(("method", "fields", "message"), REFUSED)
+def test_settings_that_cannot_work_or_mean_nothing_are_refused(method, fields, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        method(**fields)
+
+
+@pytest.mark.parametrize("method", KINDS[:-1])
+def test_a_variable_that_means_nothing_is_named(method, monkeypatch):
+    monkeypatch.setenv("SCALECOM_LOOKAHEAD", "true")
+    with pytest.raises(ValueError, match="lookahead means nothing.*unset SCALECOM_LOOKAHEAD"):
+        method()
