@@ -1,103 +1,35 @@
-"""A method with state, written entirely in this file, on simulated ranks.
-
-Momentum is applied before the choice, as in Deep Gradient Compression (Lin et al., 2018, arXiv
-1712.01887). For every tensor, each rank keeps a velocity u of its own, and counts how often each
-element was sent. The method counts its steps. Both counts are the same on all ranks.
-"""
+"""A method with state (tests/momentum.py) on simulated ranks."""
 
 import copy
 import dataclasses
 import io
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from momentum import Momentum
 from parallel.made_up import gradients
 
-from scalecom_hvd.exchange import LocalTopK, Method, Simulation
-from scalecom_hvd.exchange.run import Averager
+from scalecom_hvd.exchange import Method, Simulation
 from scalecom_hvd.reference import select
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 
-
-class MomentumTopK(Method):
-    """u <- mu*u + g; each rank sends its own largest m + u; u <- 0 where they were sent."""
-
-    equal_state = ("sent", "steps")
-
-    def __init__(self, *, mu=0.5, **fields):
-        super().__init__(**fields)
-        self.mu = mu
-
-    @property
-    def settings(self):
-        return super().settings | {"mu": self.mu}
-
-    def init(self, tensor):
-        return {
-            "velocity": torch.zeros_like(tensor.residue),
-            "sent": torch.zeros(tensor.residue.numel(), dtype=torch.int32),
-        }
-
-    def init_method(self):
-        return {"steps": 0, "whole": torch.zeros((), dtype=torch.int64)}
-
-    def step(self, bucket, collectives, state):
-        own = self._velocities(bucket, state)
-        for name, part in zip(bucket.compressed, bucket.parts, strict=True):
-            part.add_(state.tensors[name]["velocity"] * self.mu)
-        offsets = bucket.choose()
-        places = bucket.places_at(offsets)
-        values = bucket.accumulators[places]
-        bucket.send(places, values)
-        velocity = torch.cat([own[name] for name in bucket.compressed])
-        velocity[places] = 0
-        sent = torch.cat([kept["sent"] for kept in state.tensors.values()])
-        everyones_values = yield from collectives.gather(values, "values")
-        everyones_offsets = yield from collectives.gather(offsets, "offsets")
-        for theirs, at in zip(everyones_values, everyones_offsets, strict=True):
-            there = bucket.places_at(at)
-            bucket.receive(there, theirs * collectives.share)
-            sent[there] += 1
-        parts = zip(velocity.split(bucket.sizes), sent.split(bucket.sizes), strict=True)
-        tensors = {
-            name: {"velocity": u.clone(), "sent": count.clone()}
-            for name, (u, count) in zip(bucket.compressed, parts, strict=True)
-        }
-        method = {"steps": state.method["steps"] + 1}
-        return dataclasses.replace(state, tensors=tensors, method=state.method | method)
-
-    def whole_step(self, bucket, collectives, state):
-        """Update the momentum while gradients are sent uncompressed, too."""
-        own = self._velocities(bucket, state)
-        tensors = {name: kept | {"velocity": own[name]} for name, kept in state.tensors.items()}
-        method = {"whole": state.method["whole"] + 1}
-        return dataclasses.replace(state, tensors=tensors, method=state.method | method)
-        yield
-
-    def _velocities(self, bucket, state):
-        return {
-            name: kept["velocity"] * self.mu + bucket.grads[name] * bucket.scale
-            for name, kept in state.tensors.items()
-        }
-
-
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (6401,)}
 BUCKETS = [["third", "bias"], ["second", "first"]]
 COMPRESSED = ("first", "second", "third")
+SETTINGS = {"rate": 20, "min_numel": 0, "dense": ["bias"], "warmup_steps": 0}
 
 
-def simulate(n, shapes=SHAPES, compression=MomentumTopK, groups=BUCKETS, **fields):
+def simulate(n, compression=Momentum, **fields):
     return Simulation(
         n,
         lambda rank: {
-            name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()
+            name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()
         },
         compression=compression,
-        groups=groups,
-        **({"rate": 20, "min_numel": 0, "dense": ["bias"], "warmup_steps": 0} | fields),
+        groups=BUCKETS,
+        **(SETTINGS | fields),
     )
 
 
@@ -191,61 +123,42 @@ class Truth:
                 np.testing.assert_array_equal(state["sent"].numpy(), self.sent[name])
 
 
-@pytest.mark.parametrize("fields", [{}, {"beta": 0.5}, {"loss_scale": lambda: 4.0}], ids=" ".join)
+@pytest.mark.parametrize(
+    "fields", [{}, {"beta": 0.5}, {"loss_scale": lambda: 4.0}, {"warmup_steps": 4}], ids=" ".join
+)
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_state_is_made_by_init_and_committed_with_the_step(n, fields):
+def test_state_is_made_by_init_and_committed_only_with_a_step_that_counts(n, fields):
+    """Uncompressed steps update the momentum, and leave residues unchanged."""
     simulation = simulate(n, **fields)
-    truth, scale = Truth(simulation), 4 if "loss_scale" in fields else 1
-    for method in simulation.compressors:
-        assert method.run.method_state == {"steps": 0, "whole": 0}
-        assert not any(
-            own.any() for kept in method.run.tensor_states.values() for own in kept.values()
-        )
+    truth, scale, warmup = (
+        Truth(simulation),
+        4 if "loss_scale" in fields else 1,
+        fields.get("warmup_steps", 0),
+    )
+    for own in everything(simulation):
+        assert own["method"] == {"steps": 0, "whole": 0}
+        assert not any(part.any() for kept in own["tensors"].values() for part in kept.values())
     for step in range(10):
-        grads = made_up(n, step)
-        averages = truth.step(grads)
+        if step in (0, 2, 5, 6):
+            before = everything(simulation)
+            outputs = simulation.step(made_up(n, 100 + step, spoilt=step % n, scale=scale))
+            assert all(grad.isnan().all() for output in outputs for grad in output.values())
+            assert_same(everything(simulation), before)
+        averages = truth.step(made_up(n, step), whole=step < warmup)
         outputs = simulation.step(made_up(n, step, scale=scale))
         for output in outputs:
             for grad in output.values():
                 grad /= scale
         truth.check(simulation, outputs, averages)
-        assert [own.run.method_state["steps"] for own in simulation.compressors] == [step + 1] * n
+        for own in everything(simulation):
+            counts = {"steps": max(step + 1 - warmup, 0), "whole": min(step + 1, warmup)}
+            assert own["method"] == counts
     assert simulation.compressors[0].residues.buckets == BUCKETS
-    if truth.beta == 1:  # nothing is lost: velocities are what came in
+    assert [own.stats()["skipped_steps"] for own in simulation.compressors] == [4] * n
+    if truth.beta == 1 and not warmup:  # nothing is lost: velocities are what came in
         for name in COMPRESSED:
             left = sum(own[name].astype(np.float64) for own in truth.residues) / n
             np.testing.assert_allclose(truth.went[name] + left, truth.came[name], atol=1e-5)
-
-
-@pytest.mark.parametrize("warmup_steps", [0, 3])
-@pytest.mark.parametrize("spoilt", [0, 1])
-def test_a_void_step_leaves_state_and_residues_as_they_were(spoilt, warmup_steps):
-    simulation, other = (simulate(2, warmup_steps=warmup_steps) for _ in range(2))
-    for step in range(6):
-        if step in (0, 2, 5):
-            before = everything(simulation)
-            outputs = simulation.step(made_up(2, 100 + step, spoilt))
-            assert all(grad.isnan().all() for output in outputs for grad in output.values())
-            assert_same(everything(simulation), before)
-        mine, theirs = (run.step(made_up(2, step)) for run in (simulation, other))
-        assert_same(mine, theirs)
-        assert_same(everything(simulation), everything(other))
-    assert [own.stats()["skipped_steps"] for own in simulation.compressors] == [3, 3]
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_warm_up(n):
-    """Uncompressed steps update the momentum, and leave residues unchanged."""
-    simulation = simulate(n, warmup_steps=4)
-    truth = Truth(simulation)
-    for step in range(8):
-        averages = truth.step(made_up(n, step), whole=step < 4)
-        truth.check(simulation, simulation.step(made_up(n, step)), averages)
-        for method in simulation.compressors:
-            assert method.run.method_state == {"steps": max(step - 3, 0), "whole": min(step + 1, 4)}
-        if step == 3:
-            assert not any(own.any() for rank in truth.residues for own in rank.values())
-            assert all(own.all() for rank in truth.velocities for own in rank.values())
 
 
 def saved(simulation):
@@ -265,7 +178,7 @@ def resumed(states, early=False, **fields):
         methods = []
 
         def make(**settings):
-            methods.append(MomentumTopK(**settings))
+            methods.append(Momentum(**settings))
             methods[-1].load_state_dict(states[len(methods) - 1])
             return methods[-1]
 
@@ -313,29 +226,21 @@ def test_a_run_goes_on_from_a_file_to_the_bit(at, early):
         assert_same(again.step(made_up(2, at)), simulation.step(made_up(2, at)))
 
 
-def without(kind, *names):
-    def change(state):
-        tensors = state["method_state"]["tensors"]
-        for name in names or [kind]:
-            del (tensors[kind] if names else tensors)[name]
-
-    return change
+def tensors_of(state):
+    return state["method_state"]["tensors"]
 
 
-def cut(state):
-    velocities = state["method_state"]["tensors"]["velocity"]
-    velocities["second"] = velocities["second"][:-1]
-
-
-def renamed(state):
-    tensors = state["method_state"]["tensors"]
-    tensors["momentum"] = tensors.pop("velocity")
-
-
+OF_FIRST = "the method's state of (first|second|third) is"
 MISFITS = {
-    "a kind is missing": (without("velocity"), "the method's state of (first|second|third) is"),
-    "a kind of another name": (renamed, "the method's state of (first|second|third) is"),
-    "a tensor is missing": (without("sent", "third"), "the method's state of third is"),
+    "a kind is missing": (lambda state: tensors_of(state).pop("velocity"), OF_FIRST),
+    "a kind of another name": (
+        lambda state: tensors_of(state).update(other=tensors_of(state).pop("velocity")),
+        OF_FIRST,
+    ),
+    "a tensor is missing": (
+        lambda state: tensors_of(state)["sent"].pop("third"),
+        "the method's state of third is",
+    ),
     "the method's own is missing": (
         lambda state: state["method_state"]["method"].pop("whole"),
         r"the state of the whole method is \{'steps': None\} in the loaded state, but .*'whole'",
@@ -346,9 +251,9 @@ MISFITS = {
     ),
     "no state of the method": (lambda state: state.pop("method_state"), "the method's state of"),
     "another shape": (
-        cut,
+        lambda state: tensors_of(state)["velocity"].update(second=torch.zeros(2999)),
         r"the method's state of second is \{'velocity': \(2999,\), 'sent': \(3000,\)\} in the "
-        r"loaded state.*another model, or another version of MomentumTopK",
+        r"loaded state.*another model, or another version of Momentum",
     ),
     "another setting": (
         lambda state: state["settings"].update(mu=0.9),
@@ -383,14 +288,6 @@ def test_a_state_that_does_not_fit_is_refused(case, early):
     with pytest.raises(ValueError, match=message):
         simulation.compressors[0].load_state_dict(states[0])
     assert_same(everything(simulation), before)
-
-
-def test_other_methods_refuse_it():
-    simulation = simulate(2)
-    simulation.step(made_up(2, 0))
-    other = simulate(2, compression=LocalTopK)
-    with pytest.raises(ValueError, match="made by another method.*MomentumTopK"):
-        other.compressors[0].load_state_dict(saved(simulation)[0])
 
 
 def test_what_must_be_equal_begins_anew_where_ranks_disagree(caplog):
@@ -491,13 +388,7 @@ def test_views_of_the_choice_are_saved_as_copies():
     for step in range(3, 6):
         simulation.step(made_up(2, step))
     assert_same(kept["method_state"], first["method_state"])
-
-
-def test_what_one_bucket_changes_of_the_methods_own_state_is_kept():
-    simulation = simulate(2, compression=Chooses)
-    for step in range(3):
-        simulation.step(made_up(2, step))
-    assert [int(method.run.method_state["steps"]) for method in simulation.compressors] == [3, 3]
+    assert kept["method_state"]["method"]["steps"] == 3, "one bucket's change is kept"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -517,47 +408,31 @@ def test_a_whole_step_may_look_at_accumulators(dtype):
     assert not any(method.residues.norm() for method in simulation.compressors)
 
 
-class AtTheEndOfTheWorld(Averager):
-    """The averager of an optimizer that could not be made."""
-
-    collectives = Mock(size=1, position=0, elastic=False)
-
-    def unused(self, *arguments):
-        raise AssertionError
-
-    in_step = complete_state = agree_anew = abort = stats = watch = unused
-
-
 def test_what_was_loaded_is_kept_where_no_optimizer_could_be_made():
     """The script corrects its mistake, and tries again with the same object."""
     simulation = simulate(1)
     for step in range(3):
         simulation.step(made_up(1, step))
-    (state,) = saved(simulation)
-    parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    settings = {"rate": 20, "min_numel": 0, "dense": ["bias"], "warmup_steps": 0}
+    (state,), wanted = saved(simulation), everything(simulation)
 
-    def check(method):
-        method.run.begin(parameters, AtTheEndOfTheWorld())
-        found = method.residues.tensors
-        for name, residue in state["residues"].items():
-            assert_same(found[name].residue, residue.view(-1))
-        assert_same(method.run.tensor_states, simulation.compressors[0].run.tensor_states)
+    def serve(method):
+        return simulate(1, compression=lambda **settings: method)
 
-    method = MomentumTopK(**settings)
+    method = Momentum(**SETTINGS)
     method.load_state_dict(copy.deepcopy(state))
     for _ in range(2):
-        check(method)
-        method.run.release()
+        with pytest.raises(KeyError), method.run.released_on_error():
+            assert_same(everything(serve(method)), wanted)
+            raise KeyError
     method.load_state_dict(copy.deepcopy(state))
-    check(method)
+    assert_same(everything(serve(method)), wanted)
 
     # Load a state that does not fit, and then the right one.
     for case in ("a kind is missing", "another model"):
-        method, wrong = MomentumTopK(**settings), copy.deepcopy(state)
+        method, wrong = Momentum(**SETTINGS), copy.deepcopy(state)
         MISFITS[case][0](wrong)
         method.load_state_dict(wrong)
         with pytest.raises(ValueError, match=MISFITS[case][1]):
-            method.run.begin(parameters, AtTheEndOfTheWorld())
+            serve(method)
         method.load_state_dict(copy.deepcopy(state))
-        check(method)
+        assert_same(everything(serve(method)), wanted)
