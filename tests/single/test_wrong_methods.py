@@ -20,7 +20,7 @@ class Right(Method):
         return {"sent": torch.zeros(tensor.residue.numel())}
 
     def init_method(self):
-        return {"steps": 0}
+        return {"steps": torch.zeros(())}
 
     def step(self, bucket, collectives, state):
         chosen = bucket.choose()
@@ -40,6 +40,18 @@ class Right(Method):
         return dataclasses.replace(state, tensors=own, method=method)
 
 
+WRONG = {}
+
+
+def wrong(kind, message):
+    """A decorator of a step with a mistake. It says how the mistake is refused."""
+
+    def note(step):
+        WRONG[step.__name__] = type(step.__name__, (Right,), {"step": step}), kind, message
+
+    return note
+
+
 def right(bucket, collectives):
     """Send and receive ten elements of a bucket correctly."""
     places = torch.arange(10)
@@ -48,161 +60,130 @@ def right(bucket, collectives):
     bucket.receive(places, (yield from collectives.average(values)))
 
 
-class NoStep(Method):
-    pass
+WRONG["no_step"] = type("NoStep", (Method,), {}), NotImplementedError, "NoStep must define step"
 
 
-class NoGenerator(Right):
-    def step(self, bucket, collectives, state):
-        return state
+@wrong(TypeError, "no_generator.* must be a generator")
+def no_generator(self, bucket, collectives, state):
+    return state
 
 
-class ReturnsATensor(Right):
-    def next_state(self, bucket, state, places):
-        return places
+@wrong(RuntimeError, r"ended without bucket\.receive")
+def receives_nothing(self, bucket, collectives, state):
+    places = torch.arange(10)
+    values = bucket.accumulators[places]
+    bucket.send(places, values)
+    yield from collectives.average(values)
 
 
-class ReceivesNothing(Right):
-    def step(self, bucket, collectives, state):
-        places = torch.arange(10)
-        values = bucket.accumulators[places]
-        bucket.send(places, values)
-        yield from collectives.average(values)
+@wrong(RuntimeError, r"ended without bucket\.receive")
+def does_not_receive_in_place(self, bucket, collectives, state):
+    offsets = yield from collectives.broadcast(torch.zeros_like(bucket.new_offsets()), 0)
+    yield from bucket.take_and_accumulate(offsets)
+    yield from collectives.average_taken()
 
 
-class DoesNotReceiveInPlace(Right):
-    def step(self, bucket, collectives, state):
-        offsets = yield from collectives.broadcast(torch.zeros_like(bucket.new_offsets()), 0)
-        yield from bucket.take_and_accumulate(offsets)
-        yield from collectives.average_taken()
+@wrong(RuntimeError, "did not wait for 'mean'")
+def does_not_wait(self, bucket, collectives, state):
+    yield from right(bucket, collectives)
+    collectives.average(torch.ones(3), "mean")
 
 
-class DoesNotWait(Right):
-    def step(self, bucket, collectives, state):
-        yield from right(bucket, collectives)
-        collectives.average(torch.ones(3), "mean")
+@wrong(RuntimeError, "must come after `yield from bucket.take_and_accumulate")
+def does_not_take(self, bucket, collectives, state):
+    offsets = yield from collectives.broadcast(torch.zeros_like(bucket.new_offsets()), 0)
+    bucket.take_and_accumulate(offsets)
+    bucket.receive(offsets, (yield from collectives.average_taken()))
 
 
-class DoesNotTake(Right):
-    def step(self, bucket, collectives, state):
-        offsets = yield from collectives.broadcast(torch.zeros_like(bucket.new_offsets()), 0)
-        bucket.take_and_accumulate(offsets)
-        bucket.receive(offsets, (yield from collectives.average_taken()))
+@wrong(TypeError, "is a `yield from` missing")
+def receives_a_wait(self, bucket, collectives, state):
+    places = torch.arange(10)
+    bucket.receive(places, collectives.average(bucket.accumulators[places]))
+    yield
 
 
-class ReceivesAWait(Right):
-    def step(self, bucket, collectives, state):
-        places = torch.arange(10)
-        bucket.receive(places, collectives.average(bucket.accumulators[places]))
-        yield
+@wrong(ValueError, r"there are \(1,\) values for \(10,\) indices")
+def sends_less(self, bucket, collectives, state):
+    bucket.send(torch.arange(10), bucket.accumulators[:1])
+    yield from right(bucket, collectives)
 
 
-class SendsLess(Right):
-    def step(self, bucket, collectives, state):
-        bucket.send(torch.arange(10), bucket.accumulators[:1])
-        yield from right(bucket, collectives)
+@wrong(ValueError, r"there are \(1,\) values for \(3000,\) indices")
+def receives_less(self, bucket, collectives, state):
+    bucket.receive(slice(None), (yield from collectives.average(torch.ones(1))))
 
 
-class ReceivesLess(Right):
-    def step(self, bucket, collectives, state):
-        bucket.receive(slice(None), (yield from collectives.average(torch.ones(1))))
+@wrong(ValueError, "different numbers of rows \\([56] on this rank, 11 in total")
+def gathers_unequally(self, bucket, collectives, state):
+    rows = 5 + collectives.position
+    for theirs in (yield from collectives.gather(torch.ones(rows), "values")):
+        bucket.receive(torch.arange(len(theirs)), theirs)
 
 
-class GathersUnequally(Right):
-    def step(self, bucket, collectives, state):
-        rows = 5 + collectives.position
-        for theirs in (yield from collectives.gather(torch.ones(rows), "values")):
-            bucket.receive(torch.arange(len(theirs)), theirs)
+@wrong(RuntimeError, "averages of a differ between ranks 0 and 1")
+def receives_its_own(self, bucket, collectives, state):
+    places = torch.arange(10)
+    values = bucket.accumulators[places]
+    bucket.receive(places, values)
+    yield from collectives.average(values.clone())
 
 
-class ReceivesItsOwn(Right):
-    def step(self, bucket, collectives, state):
-        places = torch.arange(10)
-        values = bucket.accumulators[places]
-        bucket.receive(places, values)
-        yield from collectives.average(values.clone())
+@wrong(
+    RuntimeError,
+    r"ranks \[0\] wait for scalecom.*one.0, which \[1\] have not submitted; ranks \[1\] wait",
+)
+def asks_in_another_order(self, bucket, collectives, state):
+    names = ["one", "other"][:: 1 - 2 * collectives.position]
+    for name in names:
+        yield from collectives.average(torch.ones(3), name)
+    yield from right(bucket, collectives)
 
 
-class AsksInAnotherOrder(Right):
-    def step(self, bucket, collectives, state):
-        names = ["one", "other"][:: 1 - 2 * collectives.position]
-        for name in names:
-            yield from collectives.average(torch.ones(3), name)
-        yield from right(bucket, collectives)
+def changed(state, kept):
+    for value in kept.values():
+        value.add_(1)
+    return state
 
 
-class ChangesItsState(Right):
-    def next_state(self, bucket, state, places):
-        for own in state.tensors.values():
-            own["sent"].add_(1)
-        return state
-
-
-class ChangesTheMethodsState(Right):
-    def init_method(self):
-        return {"steps": torch.zeros(())}
-
-    def next_state(self, bucket, state, places):
-        state.method["steps"].add_(1)
-        return state
-
-
-class StateOfAnotherShape(Right):
-    def next_state(self, bucket, state, places):
-        return dataclasses.replace(state, tensors={"a": {"sent": places}})
-
-
-class StateOfNoTensor(Right):
-    def next_state(self, bucket, state, places):
-        return dataclasses.replace(state, tensors={"a": {"sent": 3.0}})
-
-
-class StateOfAnotherTensor(Right):
-    def next_state(self, bucket, state, places):
-        return dataclasses.replace(state, tensors={"b": state.tensors["a"]})
-
-
-class StateThatIsAView(Right):
-    def next_state(self, bucket, state, places):
-        return dataclasses.replace(state, tensors={"a": {"sent": bucket.parts[0]}})
-
-
-class StateThatIsTheResidue(Right):
-    def next_state(self, bucket, state, places):
-        (tensor,) = bucket.tensors
-        own = {tensor.name: {"sent": tensor.residue}}
-        return dataclasses.replace(state, tensors=own)
-
-
-class AnotherMethodState(Right):
-    def next_state(self, bucket, state, places):
-        return dataclasses.replace(state, method={"count": 1})
-
-
-WRONG = {
-    NoStep: (NotImplementedError, "NoStep must define step"),
-    NoGenerator: (TypeError, "NoGenerator.step must be a generator"),
-    ReturnsATensor: (TypeError, "must return the next State.*or None, not Tensor"),
-    ReceivesNothing: (RuntimeError, r"ended without bucket\.receive"),
-    DoesNotReceiveInPlace: (RuntimeError, r"ended without bucket\.receive"),
-    DoesNotWait: (RuntimeError, "did not wait for 'mean'"),
-    DoesNotTake: (RuntimeError, "must come after `yield from bucket.take_and_accumulate"),
-    ReceivesAWait: (TypeError, "is a `yield from` missing"),
-    SendsLess: (ValueError, r"there are \(1,\) values for \(10,\) indices"),
-    ReceivesLess: (ValueError, r"there are \(1,\) values for \(3000,\) indices"),
-    GathersUnequally: (ValueError, "different numbers of rows \\([56] on this rank, 11 in total"),
-    AsksInAnotherOrder: (
-        RuntimeError,
-        r"ranks \[0\] wait for scalecom.*one.0, which \[1\] have not submitted; ranks \[1\] wait",
+# What a method returns as its next state, given the bucket, the state and where it sent.
+REPLACE = dataclasses.replace
+STATES = {
+    "no State": (lambda bucket, state, places: places, "next State.*or None, not Tensor"),
+    "changed in place": (
+        lambda bucket, state, places: changed(state, state.tensors["a"]),
+        "changed its state in place",
     ),
-    ChangesItsState: (RuntimeError, "changed its state in place"),
-    ChangesTheMethodsState: (RuntimeError, "changed its state in place"),
-    StateOfAnotherShape: (ValueError, r"'sent' of a became \(150,\), torch.int64"),
-    StateOfNoTensor: (ValueError, "'sent' of a must be a tensor, not 3.0"),
-    StateOfAnotherTensor: (ValueError, "as the state of 'b', but init.* gave None"),
-    StateThatIsTheResidue: (ValueError, "is a view of the bucket's.*clone it"),
-    StateThatIsAView: (ValueError, "is a view of the bucket's accumulators.*clone it"),
-    AnotherMethodState: (ValueError, r"returned \['count'\] for the whole method"),
+    "the method's, changed in place": (
+        lambda bucket, state, places: changed(state, state.method),
+        "changed its state in place",
+    ),
+    "another of the method": (
+        lambda bucket, state, places: REPLACE(state, method={"count": 1}),
+        r"returned \['count'\] for the whole method",
+    ),
+    "another shape": (
+        lambda bucket, state, places: REPLACE(state, tensors={"a": {"sent": places}}),
+        r"'sent' of a became \(150,\), torch.int64",
+    ),
+    "no tensor": (
+        lambda bucket, state, places: REPLACE(state, tensors={"a": {"sent": 3.0}}),
+        "'sent' of a must be a tensor, not 3.0",
+    ),
+    "another tensor": (
+        lambda bucket, state, places: REPLACE(state, tensors={"b": state.tensors["a"]}),
+        "as the state of 'b', but init.* gave None",
+    ),
+    "a view": (
+        lambda bucket, state, places: REPLACE(state, tensors={"a": {"sent": bucket.parts[0]}}),
+        "is a view of the bucket's accumulators.*clone it",
+    ),
+    "the residue": (
+        lambda bucket, state, places: REPLACE(
+            state, tensors={"a": {"sent": bucket.tensors[0].residue}}
+        ),
+        "is a view of the bucket's.*clone it",
+    ),
 }
 
 
@@ -229,22 +210,27 @@ def test_without_a_mistake_it_is_taken():
         one, other = simulation.step(gradients())
         assert torch.equal(one["a"], other["a"])
         assert one["a"].count_nonzero() == 150
-    assert simulation.compressors[1].run.method_state == {"steps": 3}
+    assert simulation.compressors[1].run.method_state["steps"] == 3
 
 
-@pytest.mark.parametrize("method", WRONG, ids=lambda method: method.__name__)
-def test_a_mistake_is_refused_and_the_step_rolled_back(method):
-    kind, message = WRONG[method]
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_mistake_is_refused_and_the_step_rolled_back(mistake):
+    method, kind, message = WRONG[mistake]
     simulation = simulate(method)
     with pytest.raises(kind, match=message):
         simulation.step(gradients())
-    for compressor in simulation.compressors:
-        assert not compressor.residues.tensors["a"].residue.any()
+    if mistake != "receives_its_own":  # the simulation notices it afterwards
+        assert not any(own.residues.tensors["a"].residue.any() for own in simulation.compressors)
 
 
-def test_averages_that_differ_between_ranks_are_noticed():
-    with pytest.raises(RuntimeError, match="averages of a differ between ranks 0 and 1"):
-        simulate(ReceivesItsOwn).step(gradients())
+@pytest.mark.parametrize("what", STATES)
+def test_a_wrong_state_is_refused_and_the_step_rolled_back(what):
+    give, message = STATES[what]
+    method = type("Wrong", (Right,), {"next_state": lambda self, *of_step: give(*of_step)})
+    simulation = simulate(method)
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=message):
+        simulation.step(gradients())
+    assert not any(own.residues.tensors["a"].residue.any() for own in simulation.compressors)
 
 
 class OfWords(Quantiser):
@@ -285,29 +271,19 @@ def test_the_state_of_a_subclass_of_scalecom_is_checked():
 
 
 def test_a_method_that_does_not_take_few_bits_has_them_refused():
-    def make(**settings):
-        return Simulation(
-            2,
-            lambda rank: {"w": torch.nn.Parameter(torch.zeros(60, 50))},
-            compression=Right,
-            **settings,
-        )
-
     with pytest.raises(ValueError, match="bits means nothing to Right"):
-        make(bits=3)
-    assert make(bits=32).compressors[0].config.rate == 100
+        Right(bits=3)
+    assert Right(bits=32).config.rate == 100
 
 
 @pytest.mark.parametrize("method", [ScaleCom, LocalTopK])
 def test_what_waits_is_compared_with_gradients_in_every_form(method):
     """The norms of residues are those after the step, whichever moves the method makes."""
-    make = lambda rank: {"one": torch.nn.Parameter(torch.zeros(50, 100))}  # noqa: E731
-    simulation = Simulation(2, make, compression=method, dense=[], min_numel=0)
-    simulation.step([{"one": torch.randn(50, 100)} for _ in range(2)])
+    simulation = simulate(method)
+    simulation.step(gradients())
     assert simulation.compressors[0].stats()["residue_ratio"] > 0.1
 
 
 def test_what_is_open_is_settled_before_a_method_serves():
-    simulation = Simulation(2, lambda rank: {"one": torch.nn.Parameter(torch.zeros(50, 100))})
     with pytest.raises(RuntimeError, match="before the method serves"):
-        simulation.compressors[0].settle(every_step=True)
+        simulate(Right).compressors[0].settle(every_step=True)
