@@ -18,19 +18,27 @@ from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.waves import Progress
 
 
-def new_bucket(numel=1_000_000, thread=None, dtype=torch.float32, beta=0.5, **settings):
-    """Return a bucket of a compressed weight, which has a residue, and an uncompressed bias."""
-    shapes = {"weight": numel, "bias": 10}
-    parameters = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-    residues = Residues(ScaleComConfig(**{"bits": 32, "beta": beta} | settings))
+def made(numels, thread=None, dtype=torch.float32, **settings):
+    """Return a bucket of tensors of these sizes, with residues and gradients."""
+    parameters = {name: torch.zeros(numel, dtype=dtype) for name, numel in numels.items()}
+    residues = Residues(ScaleComConfig(**{"bits": 32} | settings))
     residues.attach(parameters)
-    residues.tensors["weight"].residue.normal_()
-    return with_gradients(Bucket(0, list(parameters), parameters, residues, ranks=2, thread=thread))
-
-
-def with_gradients(bucket):
-    bucket.came = {name: torch.randn_like(like).view(-1) for name, like in bucket._like.items()}
+    for tensor in residues.tensors.values():
+        tensor.residue.normal_()
+    bucket = Bucket(0, list(parameters), parameters, residues, ranks=2, thread=thread)
+    bucket.came = {name: torch.randn_like(like) for name, like in parameters.items()}
     return bucket
+
+
+def new_bucket(numel=1_000_000, thread=None, dtype=torch.float32, beta=0.5, **settings):
+    """Return a bucket of a compressed weight and an uncompressed bias."""
+    return made({"weight": numel, "bias": 10}, thread, dtype, beta=beta, **settings)
+
+
+def many_tensors(bits=32):
+    """Return a bucket whose offsets have 1, 2 and 4 bytes."""
+    rates = {"narrow": 10, "wide": 1000, "widest": 40_000, "other": 7}
+    return made(dict.fromkeys(rates, 3001), rates=rates, dense=(), min_numel=0, bits=bits)
 
 
 def begin(bucket, scale=1.0, **how):
@@ -118,61 +126,39 @@ def progress():
 
 
 def test_a_step_waits_for_no_round_that_others_have_not_come_to():
-    step, waited, over = progress(), [], []
-    kernel, offsets, values = (Made(what, waited) for what in ("kernel", "offsets", "values"))
+    step, waited = progress(), []
+    names = ("kernel", "first", "second", "third", "values")
+    works = {name: Made(name, waited) for name in names}
 
     def moves():
-        yield from Wait("kernel", kernel, round=0)
-        yield from Wait("offsets", offsets, round=1)
-        yield from Wait("values", values, LAST)
-        over.append(True)
+        for round, name in enumerate(names[:-1]):
+            yield from Wait(name, works[name], round)
+        yield from Wait("values", works["values"], LAST)
 
     step.start(moves())
     step.start(iter([]))  # it has already begun
-    step.advance()
-    assert waited == []
-    assert step.has_more
-    step.advance(up_to_round=0)
-    assert waited == ["kernel"]
-    assert step.has_more
-    step.advance()
-    assert waited == ["kernel"]
-    offsets.came = True
-    step.advance()  # the offsets have arrived meanwhile
-    assert waited == ["kernel"]
-    assert step.waits.what == "values"
-    assert not step.has_more  # nothing follows, so there is no need to advance early
-    step.advance(up_to_round=10)
-    values.came = True
-    step.advance()
-    assert not over
-    step.advance(up_to_round=LAST)
-    assert waited == ["kernel"]
-    assert over
-    assert step.waits is None
+    # (up to which round it advances, what arrives before, for what it has waited, where it stands)
+    for up_to, arrives, new, stands in (
+        (None, None, [], "kernel"),
+        (0, None, ["kernel"], "first"),
+        (None, None, [], "first"),
+        (None, "first", [], "second"),
+        (1, None, [], "second"),
+        (3, None, ["second", "third"], "values"),
+        (10, None, [], "values"),
+        (None, "values", [], "values"),
+        (LAST, None, [], None),
+    ):
+        before = len(waited)
+        if arrives:
+            works[arrives].came = True
+        step.advance(**({} if up_to is None else {"up_to_round": up_to}))
+        assert waited[before:] == new
+        assert stands == (step.waits.what if step.waits else None)
+        # After the values nothing follows, so there is no need to advance early.
+        assert step.has_more == (stands not in ("values", None))
     step.end()
     assert step.waiting == {"weight", "bias"}
-
-
-def test_a_step_waits_for_what_it_is_let():
-    step, waited = progress(), []
-    first, second, last = (Made(what, waited) for what in ("first", "second", "last"))
-
-    def moves():
-        yield from Wait("first", first, round=1)
-        yield from Wait("second", second, round=2)
-        yield from Wait("last", last, LAST)
-
-    step.start(moves())
-    step.advance(up_to_round=0)
-    assert waited == []
-    step.advance(up_to_round=1)
-    assert waited == ["first"]
-    step.advance(up_to_round=2)
-    assert waited == ["first", "second"]
-    step.advance(up_to_round=LAST)
-    assert waited == ["first", "second", "last"]
-    step.end()
 
 
 def test_moves_on_two_threads_have_ranges_of_their_own_in_a_profile():
@@ -248,24 +234,32 @@ def test_what_is_sent_whole_leaves_residues_alone(dtype):
     assert torch.equal(bucket.tensors[0].residue, before)
 
 
+def move(own, form):
+    """Make the moves of one form, as if there were one rank. Returns the offsets and values."""
+    if form == "in place":
+        offsets = where = finished(own.select())
+        finished(own.take_and_accumulate(offsets))
+        values = own.taken.clone()
+    else:
+        offsets = own.choose()
+        where = own.places_at(offsets)
+        values = own.sendable(where)
+        own.send(where, values)
+    own.receive(where, values)
+    own.fill()
+    assert own.is_sound()
+    return offsets, values
+
+
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 @pytest.mark.parametrize("form", ["in place", "accumulators"])
 def test_a_tensor_that_no_rank_uses_sends_nothing(form, kernel, monkeypatch):
     monkeypatch.setenv("SCALECOM_KERNEL", kernel)
     bucket = many_tensors()
     bucket.came["wide"].zero_()
-    before = {t.name: t.residue.normal_().clone() for t in bucket.tensors}
+    before = {tensor.name: tensor.residue.clone() for tensor in bucket.tensors}
     own = begin(bucket)
-    if form == "in place":
-        offsets = finished(own.select())
-        finished(own.take_and_accumulate(offsets))
-        own.receive(offsets, own.taken.clone())
-    else:
-        places = own.places_at(own.choose())
-        sent = own.sendable(places)
-        own.send(places, sent)
-        own.receive(places, sent)
-    own.fill()
+    move(own, form)
     own.commit(unused={"wide"})
     for tensor in bucket.tensors:
         stays = torch.allclose(tensor.residue, before[tensor.name], rtol=1e-6, atol=1e-6)
@@ -273,13 +267,23 @@ def test_a_tensor_that_no_rank_uses_sends_nothing(form, kernel, monkeypatch):
         assert own.grads[tensor.name].any() == (tensor.name != "wide")
 
 
-def many_tensors(bits=32):
-    """Return a bucket whose offsets have 1, 2 and 4 bytes."""
-    rates = {"narrow": 10, "wide": 1000, "widest": 40_000, "other": 7}
-    parameters = {name: torch.zeros(3001) for name in rates}
-    residues = Residues(ScaleComConfig(rates=rates, dense=(), min_numel=0, bits=bits))
-    residues.attach(parameters)
-    return with_gradients(Bucket(0, list(parameters), parameters, residues, ranks=2))
+def test_both_forms_of_moves_take_and_leave_the_same():
+    """Moves in place and on accumulators give equal values, averages and residues, to rounding."""
+    in_place, apart = many_tensors(), many_tensors()
+    for ours, theirs in zip(in_place.tensors, apart.tensors, strict=True):
+        theirs.residue.copy_(ours.residue)
+    apart.came = {name: grad.clone() for name, grad in in_place.came.items()}
+    one, two = begin(in_place, 0.5), begin(apart, 0.5)
+    (chosen, values), (offsets, sent) = move(one, "in place"), move(two, "accumulators")
+    assert torch.equal(offsets, chosen)
+    torch.testing.assert_close(sent, values)
+    left = two.accumulators[two.places_at(offsets)]
+    assert not torch.allclose(left, torch.zeros_like(left)), "all waits against its gradient"
+    for own in (one, two):
+        own.commit()
+    for ours, theirs in zip(in_place.tensors, apart.tensors, strict=True):
+        torch.testing.assert_close(one.grads[ours.name], two.grads[ours.name])
+        torch.testing.assert_close(ours.residue, theirs.residue)
 
 
 @pytest.mark.parametrize("bits", [32, 3])
@@ -315,35 +319,6 @@ def test_choices_are_split_and_joined(bits):
             assert torch.equal(part, swapped[name][what])
 
 
-def test_both_forms_of_moves_take_and_leave_the_same():
-    """Moves in place and on accumulators give equal values, averages and residues, to rounding."""
-    in_place, apart = many_tensors(), many_tensors()
-    for ours, theirs in zip(in_place.tensors, apart.tensors, strict=True):
-        theirs.residue.copy_(ours.residue.normal_())
-    apart.came = {name: grad.clone() for name, grad in in_place.came.items()}
-    one, two = begin(in_place, 0.5), begin(apart, 0.5)
-    chosen = finished(one.select())
-    finished(one.take_and_accumulate(chosen))
-    values = one.taken.clone()
-    one.receive(chosen, values)
-
-    offsets = two.choose()
-    assert torch.equal(offsets, chosen)
-    places = two.places_at(offsets)
-    sent = two.sendable(places)
-    torch.testing.assert_close(sent, values)
-    assert not torch.allclose(two.accumulators[places], sent), "all waits against its gradient"
-    two.send(places, sent)
-    two.receive(places, sent)
-    for own in (one, two):
-        own.fill()
-        assert own.is_sound()
-        own.commit()
-    for ours, theirs in zip(in_place.tensors, apart.tensors, strict=True):
-        torch.testing.assert_close(one.grads[ours.name], two.grads[ours.name])
-        torch.testing.assert_close(ours.residue, theirs.residue)
-
-
 def test_the_two_forms_of_moves_are_not_mixed():
     bucket = new_bucket(3000)
     own = begin(bucket)
@@ -356,24 +331,19 @@ def test_the_two_forms_of_moves_are_not_mixed():
         own.choose()
 
 
-def test_buckets_get_smaller_towards_the_end_and_hold_every_name_once():
-    for sizes in (
-        [1] * 100,
-        [5, 1, 50, 3] * 10,
-        [1000],
-        [0, 0, 0],
-        [1, 1, 400, 1],
-        list(range(40)),
-    ):
-        names = [f"{i}" for i in range(len(sizes))]
-        for limit in (1, 10, 100, 10_000):
-            buckets = cut(sizes, names, limit)
-            assert [name for bucket in buckets for name in bucket] == names
-            filled = [sum(sizes[int(name)] for name in bucket) for bucket in buckets]
-            assert all(
-                size <= limit or len(bucket) == 1
-                for size, bucket in zip(filled[:-1], buckets[:-1], strict=True)
-            )
+@pytest.mark.parametrize("limit", [1, 10, 100, 10_000])
+@pytest.mark.parametrize(
+    "sizes", [[1] * 100, [5, 1, 50, 3] * 10, [1000], [0, 0, 0], [1, 1, 400, 1], list(range(40))]
+)
+def test_buckets_are_no_larger_than_asked_and_hold_every_name_once(sizes, limit):
+    names = list(range(len(sizes)))
+    buckets = cut(sizes, names, limit)
+    assert [name for bucket in buckets for name in bucket] == names
+    for bucket in buckets[:-1]:
+        assert len(bucket) == 1 or sum(sizes[name] for name in bucket) <= limit
+
+
+def test_buckets_get_smaller_towards_the_end():
     assert [len(bucket) for bucket in cut([1] * 100, list(range(100)), 40)] == [40, 30, 15, 7, 8]
 
 
