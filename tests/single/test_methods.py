@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 from oracles import methods as oracle
-from parallel.made_up import gradients
+from parallel.made_up import SHAPES
+from simulated import as_tensors, assert_same, made_up, residues_of, simulate, step_as
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd.exchange.methods.g_top_k import merge
 from scalecom_hvd.exchange.methods.local_top_k import pack, unpack
 from scalecom_hvd.exchange.methods.random_k import draw
 from scalecom_hvd.exchange.quantisers import generator
-from scalecom_hvd.exchange.simulator import Simulation
 from scalecom_hvd.lanes import Lanes, Positions
 
-SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "scalar": ()}
-BUCKETS = [["scalar", "first", "bias"], ["second"]]
+SETTINGS = {"rate": 20, "beta": 0.3, "min_numel": 0, "dense": ["bias"], "warmup_steps": 0}
+SETTINGS |= {"groups": [["third", "first", "bias"], ["second"]]}
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 
@@ -109,7 +109,7 @@ def test_gtopks_merge_gives_what_ranks_sent(n):
         assert len(set(chosen.tolist())) == len(chosen) == k
         for rank, (own, whole) in enumerate(choices):
             same, mine = merge(list(choices), k, rank)
-            torch.testing.assert_close(same, (chosen, sums), rtol=0, atol=0)
+            assert_same(same, (chosen, sums))
             assert set(mine.tolist()) <= set(own.tolist()) & set(chosen.tolist())
             sent[mine] += whole[torch.isin(own, mine)]
         torch.testing.assert_close(result, sent, rtol=0, atol=1e-12)
@@ -138,59 +138,22 @@ METHODS = {
 }
 
 
-def simulate(n, method, **fields):
-    settings = {
-        "rate": 20,
-        "beta": 0.3,
-        "min_numel": 0,
-        "dense": ["bias"],
-        "warmup_steps": 0,
-        "groups": BUCKETS,
-    } | fields
-    return Simulation(
-        n,
-        lambda rank: {
-            name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()
-        },
-        compression=method,
-        **settings,
-    )
+def some(n, method, **fields):
+    return simulate(n, compression=method, **(SETTINGS | fields))
 
 
-def made_up(n, step):
-    return [gradients(SHAPES, rank, step) for rank in range(n)]
-
-
-def as_tensors(grads):
-    return [
-        {name: torch.from_numpy(array.copy()) for name, array in worker.items()} for worker in grads
-    ]
-
-
-def hold_to_the_oracle(n, method, send, *how, tolerance=1e-6, exactly=0, **fields):
+def hold_to_the_oracle(n, method, send, *how, tolerance=1e-6, of_residues=0.0, **fields):
     """Compare averages and residues; `how` is what else MethodReference takes."""
-    simulation = simulate(n, method, **fields)
-    config = simulation.compressors[0].config
-    reference = oracle.MethodReference(n, SHAPES, config, send, BUCKETS, *how)
+    simulation = some(n, method, **fields)
+    config, buckets = simulation.compressors[0].config, SETTINGS["groups"]
+    reference = oracle.MethodReference(n, SHAPES, config, send, buckets, *how)
     for step in range(12):
         everyone = made_up(n, step)
         if step in (3, 7):
             everyone[-1]["second"][1, 17] = np.nan
-        outputs, averages = simulation.step(as_tensors(everyone)), reference.step(everyone)
-        for name, want in averages.items():
-            for output in outputs:
-                np.testing.assert_array_equal(output[name].numpy(), outputs[0][name].numpy())
-            np.testing.assert_allclose(
-                output[name].numpy(), want, tolerance, tolerance, err_msg=f"{name}, step {step}"
-            )
-        for compressor, residues in zip(simulation.compressors, reference.residues, strict=True):
-            for name, tensor in compressor.residues.tensors.items():
-                want = residues.get(name, np.zeros(tensor.shape, np.float32)).reshape(-1)
-                np.testing.assert_allclose(
-                    tensor.residue.numpy(), want, exactly, exactly, err_msg=f"{name}, step {step}"
-                )
-    assert simulation.compressors[0].residues.buckets == BUCKETS
-    assert reference.step_number == simulation.compressors[0].stats()["step"] == 10
+        step_as(reference, simulation, everyone, tolerance, of_residues, of_residues)
+    assert simulation.compressors[0].residues.buckets == buckets
+    assert reference.step_number == 10
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
@@ -202,38 +165,33 @@ def test_simulated_ranks_are_those_of_the_oracle(name, n):
 @pytest.mark.parametrize("average", ["all", "contributors"])
 @pytest.mark.parametrize("selection", ["lanes", "exact"])
 def test_what_waits_fades_as_the_oracle_says(selection, average):
-    fields = {"beta": 1.0, "selection": selection, "tolerance": 1e-5, "exactly": 1e-5}
+    fields = {"beta": 1.0, "selection": selection, "tolerance": 1e-5, "of_residues": 1e-5}
     method = functools.partial(hvd.LocalTopK, decay=0.75, average=average)
     hold_to_the_oracle(3, method, oracle.local_topk, 0.75, average == "contributors", **fields)
 
 
 def test_a_frozen_tensors_residue_does_not_fade():
-    simulation = simulate(2, functools.partial(hvd.LocalTopK, decay=0.5), beta=1.0)
+    simulation = some(2, functools.partial(hvd.LocalTopK, decay=0.5), beta=1.0)
     simulation.step(as_tensors(made_up(2, 0)))
-    residue = simulation.compressors[0].residues.tensors["second"].residue
-    before = residue.clone()
+    before = residues_of(simulation)[0]["second"]
     for parameters in simulation.parameters:
         parameters["second"].requires_grad_(False)
-    without = [{n: g for n, g in each.items() if n != "second"} for each in made_up(2, 1)]
-    simulation.step(as_tensors(without))
-    assert bool(before.any())
-    assert torch.equal(residue, before)
+    simulation.step([own | {"second": None} for own in as_tensors(made_up(2, 1))])
+    assert before.any()
+    assert torch.equal(residues_of(simulation)[0]["second"], before)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_two_simulations_give_the_same_bits(name):
-    one, other = (simulate(3, METHODS[name][0]) for _ in range(2))
+    one, other = (some(3, METHODS[name][0]) for _ in range(2))
     for step in range(6):
-        grads = made_up(3, step)
-        outputs = [simulation.step(as_tensors(grads)) for simulation in (one, other)]
-        torch.testing.assert_close(*outputs, rtol=0, atol=0)
+        assert_same(*(each.step(as_tensors(made_up(3, step))) for each in (one, other)))
 
 
 @pytest.mark.parametrize("method", [hvd.RandomK, hvd.ECQSGD])
 def test_another_seed_gives_other_numbers(method):
     outputs = [
-        simulate(2, method, seed=seed).step(as_tensors(made_up(2, 0)))[0]["first"]
-        for seed in (0, 1)
+        some(2, method, seed=seed).step(as_tensors(made_up(2, 0)))[0]["first"] for seed in (0, 1)
     ]
     assert not torch.equal(*outputs)
 
@@ -269,7 +227,7 @@ def test_what_differs_between_states_or_ranks_is_refused(one, other, what, a, b)
         return method(**(settings | fields))
 
     methods = iter([one, one, other, other, one, other, other, one])
-    same, others, mixed, turned = (simulate(2, make, beta=1.0) for _ in range(4))
+    same, others, mixed, turned = (some(2, make, beta=1.0) for _ in range(4))
     for simulation in (same, others):
         simulation.step(as_tensors(made_up(2, 0)))
     for here, there, mine, theirs in ((same, others, a, b), (others, same, b, a)):

@@ -7,8 +7,10 @@ import copy
 
 import numpy as np
 import pytest
+import simulated
 import torch
-from parallel.made_up import FINE_SHAPES, ODD_SHAPES, Fine, fine, gradients
+from parallel.made_up import FINE_SHAPES, ODD_SHAPES, SHAPES, Fine, fine
+from simulated import as_tensors, assert_same, made_up, residues_of, step_as
 
 from scalecom_hvd.agreement import Names
 from scalecom_hvd.exchange.collectives import CollectiveError
@@ -16,82 +18,22 @@ from scalecom_hvd.exchange.methods import RandomK
 from scalecom_hvd.exchange.simulator import Network, SimulatedCollectives, Simulation
 from scalecom_hvd.reference import ScaleComReference
 
-SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000)}
-
 pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 
 
 def simulate(n, shapes=SHAPES, **fields):
-    settings = {"rate": 20, "beta": 0.3, "min_numel": 2} | fields
-    return Simulation(
-        n,
-        lambda rank: {
-            name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()
-        },
-        **settings,
-    )
-
-
-def as_tensors(grads):
-    return [
-        {name: torch.from_numpy(array.copy()) for name, array in worker.items()} for worker in grads
-    ]
-
-
-def made_up(n, step, shapes=SHAPES):
-    return [gradients(shapes, rank, step) for rank in range(n)]
-
-
-def residues_of(simulation):
-    return [
-        {name: t.residue.clone() for name, t in compressor.residues.tensors.items()}
-        for compressor in simulation.compressors
-    ]
+    return simulated.simulate(n, shapes, **({"rate": 20, "beta": 0.3, "min_numel": 2} | fields))
 
 
 def hold_against_reference(n, steps=8, shapes=ODD_SHAPES, tolerance=1e-6, **fields):
     simulation = simulate(n, shapes, **fields)
-    config = simulation.compressors[0].config
-    reference = ScaleComReference(n, shapes, config)
+    reference = ScaleComReference(n, shapes, simulation.compressors[0].config)
     for step in range(steps):
         everyone = made_up(n, step, shapes)
         if step == 3:
             everyone[-1]["n6401"][17] = np.nan
-        outputs = simulation.step(as_tensors(everyone))
-        reference.bucket_of = {
-            name: b
-            for b, names in enumerate(simulation.compressors[0].residues.buckets)
-            for name in names
-        }
-        averages = reference.step(everyone)
-        for rank in range(n):
-            for name, got in outputs[rank].items():
-                assert torch.equal(got.isnan(), outputs[0][name].isnan())
-                assert torch.equal(got.nan_to_num(), outputs[0][name].nan_to_num())
-                np.testing.assert_allclose(
-                    got.numpy(),
-                    averages[name],
-                    rtol=tolerance,
-                    atol=tolerance,
-                    err_msg=f"{name}, step {step}",
-                )
-            for name, tensor in simulation.compressors[rank].residues.tensors.items():
-                want = reference.residues[rank].get(name, np.zeros(tensor.shape, np.float32))
-                if step == 3:  # rolled back, to rounding; both go on with the same residues
-                    np.testing.assert_allclose(
-                        tensor.residue.view(tensor.shape).numpy(), want, rtol=1e-5, atol=1e-5
-                    )
-                    reference.residues[rank][name] = (
-                        tensor.residue.view(tensor.shape).numpy().copy()
-                    )
-                else:
-                    np.testing.assert_array_equal(
-                        tensor.residue.view(tensor.shape).numpy(),
-                        want,
-                        err_msg=f"{name}, step {step}",
-                    )
-    assert reference.step_number == simulation.compressors[0].stats()["step"] == steps - 1
-    return simulation
+        step_as(reference, simulation, everyone, tolerance, rolled_back=1e-5)
+    assert reference.step_number == steps - 1
 
 
 MODES = [
@@ -141,9 +83,7 @@ def test_a_run_that_turns_out_longer_goes_on(saved_at):
     states = [copy.deepcopy(compressor.state_dict()) for compressor in short.compressors]
     for compressor, state in zip(long.compressors, states, strict=True):
         compressor.load_state_dict(state)
-    assert residues_of(long)[1].keys() == residues_of(short)[1].keys()
-    for name, residue in residues_of(long)[1].items():
-        assert torch.equal(residue, short.compressors[1].residues.tensors[name].residue)
+    assert_same(residues_of(long), residues_of(short))
     rates = []
     for step in range(saved_at, 8):
         long.step(as_tensors(made_up(2, step)))
@@ -172,8 +112,7 @@ def test_the_order_of_arrival_changes_nothing():
             worker["second"] = None
         first = straight.step(as_tensors(grads), [names] * 3)
         second = turned.step(some, [names, names[::-1], names[1:] + names[:1]])
-        for a, b in zip(first, second, strict=True):
-            assert all(torch.equal(a[name], b[name]) for name in names)
+        assert_same(first, second)
 
 
 def test_sums_and_predivision():
@@ -198,16 +137,11 @@ def test_nothing_is_lost_in_few_bits(n, mode):
     simulation = simulate(
         n, FINE_SHAPES, **{"beta": 1.0, "rate": 3, "min_numel": 10, "dense": ()} | NARROW[mode]
     )
-    books = Fine(n)
+    books, divisor = Fine(n), n if NARROW[mode].get("sums") else 1
     for step in range(60 if n < 10 else 8):
         outputs = simulation.step(as_tensors([fine(rank, step) for rank in range(n)]))[0]
-        books.add(
-            step,
-            {
-                name: output.double().numpy() / (n if NARROW[mode].get("sums") else 1)
-                for name, output in outputs.items()
-            },
-        )
+        averages = {name: output.double().numpy() / divisor for name, output in outputs.items()}
+        books.add(step, averages)
     assert simulation.compressors[0].stats()["skipped_steps"] == 0
     residues = residues_of(simulation)
     books.check(
@@ -237,17 +171,10 @@ def test_parameters_that_became_others_are_refused(name, change, whole, fields):
         own[name] = own[name][change]
         parameters[name].data = torch.zeros_like(own[name])
     before = residues_of(simulation)
-    with pytest.raises(
-        RuntimeError,
-        match=(
-            f"the gradient of {name} has .* but its parameter had .* Make the "
-            "DistributedOptimizer after the"
-        ),
-    ):
+    message = f"gradient of {name} has .* but its parameter had .*DistributedOptimizer after the"
+    with pytest.raises(RuntimeError, match=message):
         simulation.step(grads)
-    for mine, old in zip(residues_of(simulation), before, strict=True):
-        for other in mine:
-            torch.testing.assert_close(mine[other], old[other], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(residues_of(simulation), before, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("fields", [{}, {"lookahead": True}, {"compression": RandomK}], ids=str)
@@ -260,21 +187,14 @@ def test_parameters_of_another_dtype_than_when_they_were_wrapped(dtype, fields):
             for parameters in changed.parameters:
                 for parameter in parameters.values():
                     parameter.data = parameter.data.to(dtype)
-        grads = [
-            {name: grad.to(dtype).float() for name, grad in own.items()}
-            for own in as_tensors(made_up(2, step))
-        ]
-        others = [
-            {
-                name: grad.to(dtype if step >= 3 else torch.float32, copy=True)
-                for name, grad in own.items()
-            }
-            for own in grads
-        ]
-        ours, theirs = changed.step(others)[0], same.step(grads)[0]
-        for name in SHAPES:
-            assert ours[name].dtype == (dtype if step >= 3 else torch.float32)
-            torch.testing.assert_close(ours[name], theirs[name].to(ours[name].dtype))
+        grads, others = as_tensors(made_up(2, step)), []
+        now = dtype if step >= 3 else torch.float32
+        for own in grads:
+            own |= {name: grad.to(dtype).float() for name, grad in own.items()}
+            others.append({name: grad.to(now, copy=True) for name, grad in own.items()})
+        theirs = same.step(grads)[0]
+        theirs = {name: average.to(now) for name, average in theirs.items()}
+        torch.testing.assert_close(changed.step(others)[0], theirs)
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
@@ -296,14 +216,10 @@ def test_an_error_on_one_rank_ends_the_step_on_all(where, lookahead, monkeypatch
         with pytest.raises(OSError, match="no route to host"):
             simulation.step(as_tensors(made_up(4, 3)))
     if where == "all_reduce":
-        for mine, old in zip(residues_of(simulation), before, strict=True):
-            for name in mine:
-                torch.testing.assert_close(mine[name], old[name], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(residues_of(simulation), before, rtol=1e-5, atol=1e-5)
     for step in range(4, 7):
         outputs = simulation.step(as_tensors(made_up(4, step)))
-        assert all(
-            torch.equal(outputs[0][name], other[name]) for other in outputs for name in SHAPES
-        )
+        assert_same(outputs, outputs[:1] * 4)
         assert all(output.isfinite().all() for output in outputs[0].values())
 
 
@@ -415,17 +331,10 @@ def test_every_rank_numbers_its_exchanges_for_itself():
 def test_what_a_user_gets_who_sets_nothing():
     """All layers are sent in few bits, from the first step on."""
     shapes = {"body.weight": (100, 100), "head.weight": (100, 50)}
-    simulation = Simulation(
-        2,
-        lambda rank: {
-            name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()
-        },
-    )
+    simulation = simulated.simulate(2, shapes)
     sent = []
-    for _ in range(2):
-        averages = simulation.step(
-            [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(2)]
-        )
+    for step in range(2):
+        averages = simulation.step(as_tensors(made_up(2, step, shapes)))
         sent.append({name: int(average.count_nonzero()) for name, average in averages[0].items()})
     for step in sent:  # one index in 8, without those where the integers are or sum to zero
         assert 625 < step["body.weight"] <= 1250

@@ -6,11 +6,12 @@ import io
 
 import numpy as np
 import pytest
+import simulated
 import torch
 from momentum import Momentum
-from parallel.made_up import gradients
+from simulated import assert_same
 
-from scalecom_hvd.exchange import Method, Simulation
+from scalecom_hvd.exchange import Method
 from scalecom_hvd.reference import select
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
@@ -22,25 +23,16 @@ SETTINGS = {"rate": 20, "min_numel": 0, "dense": ["bias"], "warmup_steps": 0}
 
 
 def simulate(n, compression=Momentum, **fields):
-    return Simulation(
-        n,
-        lambda rank: {
-            name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()
-        },
-        compression=compression,
-        groups=BUCKETS,
-        **(SETTINGS | fields),
-    )
+    fields = {"groups": BUCKETS, **SETTINGS, **fields}
+    return simulated.simulate(n, SHAPES, compression=compression, **fields)
 
 
 def made_up(n, step, spoilt=None, scale=1):
     """Return all ranks' gradients of a step. One of rank `spoilt` has a NaN."""
-    everyone = [gradients(SHAPES, rank, step) for rank in range(n)]
+    everyone = simulated.made_up(n, step, SHAPES)
     if spoilt is not None:
         everyone[spoilt]["second"][1, 17] = np.nan
-    return [
-        {name: torch.from_numpy(grad) * scale for name, grad in own.items()} for own in everyone
-    ]
+    return simulated.as_tensors(everyone, scale)
 
 
 def everything(simulation):
@@ -56,11 +48,6 @@ def everything(simulation):
             for method in simulation.compressors
         ]
     )
-
-
-def assert_same(one, other):
-    """Assert that both are equal to the bit."""
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 class Truth:
@@ -218,8 +205,8 @@ def test_a_run_goes_on_from_a_file_to_the_bit(at, early):
         assert_same(again.step(made_up(2, step)), simulation.step(made_up(2, step)))
         assert_same(everything(again), everything(simulation))
     assert all(tensor.eq(1).all() for state in states for tensor in tensors_in(state))
-    for simulated in (simulation, again):
-        for method, state in zip(simulated.compressors, kept, strict=True):
+    for run in (simulation, again):
+        for method, state in zip(run.compressors, kept, strict=True):
             method.load_state_dict(copy.deepcopy(state))
     if at:
         assert_same(everything(again), everything(simulation))
@@ -393,14 +380,8 @@ def test_views_of_the_choice_are_saved_as_copies():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_whole_step_may_look_at_accumulators(dtype):
-    simulation = Simulation(
-        2,
-        lambda rank: {"a": torch.nn.Parameter(torch.zeros(3000, dtype=dtype))},
-        compression=Chooses,
-        rate=20,
-        dense=[],
-        warmup_steps=1,
-    )
+    fields = {"rate": 20, "dense": [], "warmup_steps": 1, "compression": Chooses}
+    simulation = simulated.simulate(2, {"a": (3000,)}, dtype, **fields)
     averages = simulation.step(
         [{"a": torch.full((3000,), rank + 1, dtype=dtype)} for rank in (0, 1)]
     )

@@ -6,9 +6,10 @@ All are refused, and the error says what to do. None hangs, and none silently gi
 import dataclasses
 
 import pytest
+import simulated
 import torch
 
-from scalecom_hvd.exchange import LocalTopK, Method, Quantiser, ScaleCom, Simulation
+from scalecom_hvd.exchange import LocalTopK, Method, Quantiser, ScaleCom
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 
@@ -188,20 +189,12 @@ STATES = {
 
 
 def simulate(method, **settings):
-    return Simulation(
-        2,
-        lambda rank: {"a": torch.nn.Parameter(torch.zeros(30, 100))},
-        compression=method,
-        rate=20,
-        dense=[],
-        warmup_steps=0,
-        **settings,
-    )
+    settings = {"rate": 20, "dense": [], "warmup_steps": 0, **settings}
+    return simulated.simulate(2, {"a": (30, 100)}, compression=method, **settings)
 
 
 def gradients():
-    generator = torch.Generator().manual_seed(3)
-    return [{"a": torch.randn(30, 100, generator=generator)} for _ in range(2)]
+    return simulated.as_tensors(simulated.made_up(2, 0, {"a": (30, 100)}))
 
 
 def test_without_a_mistake_it_is_taken():
