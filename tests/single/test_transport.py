@@ -17,12 +17,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from oracles import methods as oracle
+from parallel.made_up import came_in, gradients
 
 from scalecom_hvd import ddp
 from scalecom_hvd.agreement import Numbers
 from scalecom_hvd.exchange import QSGD, CollectiveError, Exchange, LocalTopK, ScaleCom
 from scalecom_hvd.exchange.node import Node
-from scalecom_hvd.reference import ScaleComReference, select
+from scalecom_hvd.reference import ScaleComReference
 
 SECONDS = 60  # the longest time that a rank waits for others
 
@@ -184,24 +186,41 @@ class Rank:
         return {n: t.residue.view(t.shape).numpy().copy() for n, t in tensors.items()}
 
 
-def train(n, act, compression=ScaleCom, **settings):
-    """Run act(rank's number, Rank) on n threads; return the Ranks, and each one's error or None."""
-    hub = Hub(n)
-    settings = {"rate": 20, "beta": 0.3, "min_numel": 200, "dense": ()} | settings
-    ranks = [Rank(hub, rank, compression, warmup_steps=0, **settings) for rank in range(n)]
+def run(n, act):
+    """Run act(rank) on n threads; return the results."""
+    with ThreadPoolExecutor(n) as threads:
+        return [job.result(2 * SECONDS) for job in [threads.submit(act, rank) for rank in range(n)]]
 
-    def run(rank):
+
+def train(n, act, compression=ScaleCom, nodes=1, **settings):
+    """Run act(rank's number, Rank) on n threads; return the Ranks, and each one's error or None.
+
+    nodes: if there are several, peers of all nodes exchange a shard.
+    """
+    local = n // nodes if nodes > 1 else 1
+    hubs, of_nodes = [Hub(n // local) for _ in range(local)], [Hub(local) for _ in range(nodes)]
+    settings = {"rate": 20, "min_numel": 200, "dense": (), "warmup_steps": 0} | settings
+    ranks = []
+    for rank in range(n):
+        node, shard = divmod(rank, local)
+        members = Node(ThreadCollectives(of_nodes[node], shard)) if nodes > 1 else None
+        ranks.append(Rank(hubs[shard], node, compression, members, **settings))
+
+    def live(rank):
+        node, shard = divmod(rank, local)
         try:
             act(rank, ranks[rank])
-        except BaseException as error:
-            hub.stop(f"rank {rank} failed: {error}")
-            ranks[rank].exchange.abort()
-            raise
+        except Exception as error:
+            if nodes == 1 or isinstance(error, OSError):  # this stands for the end of the process
+                hubs[shard].stop(f"rank {rank} failed: {error}")
+                of_nodes[node % nodes].stop(f"rank {rank} failed: {error}")
+            if nodes == 1:
+                ranks[rank].exchange.abort()
+            return error
 
-    with ThreadPoolExecutor(n) as threads:
-        jobs = [threads.submit(run, rank) for rank in range(n)]
-        errors = [job.exception(2 * SECONDS) for job in jobs]
-    hub.stop()
+    errors = run(n, live)
+    for hub in (*hubs, *of_nodes):
+        hub.stop()
     return ranks, errors
 
 
@@ -210,18 +229,39 @@ def twenty_steps(rank, own):
         own.step(spoilt=(step == 7 and rank == 1))
 
 
-def check_alike(ranks):
-    """Check that all ranks got the same to the bit, learned, and skipped the step with the NaN."""
+def check(ranks, errors, reference):
+    """Check that ranks did what the reference does, to the bit, and skipped the step with the NaN.
+
+    They also learned.
+    """
+    assert errors == [None] * len(ranks)
+    buckets = ranks[0].method.residues.buckets
+    reference.bucket_of = {name: b for b, names in enumerate(buckets) for name in names}
+    reference.buckets = buckets
+    for step in range(20):
+        averages = reference.step([own.came[step] for own in ranks])
+        for rank, own in enumerate(ranks):
+            for name, average in own.averages[step].items():
+                np.testing.assert_array_equal(average, ranks[0].averages[step][name])
+                np.testing.assert_allclose(average, averages[name], rtol=1e-6, atol=1e-6)
+                assert np.isnan(average).all() == (step == 7)
+            for name, residue in own.residues[step].items():
+                want = reference.residues[rank].get(name, np.zeros_like(residue))
+                if step == 7:  # rolled back, to rounding; both go on with the same residues
+                    np.testing.assert_allclose(residue, want, rtol=1e-5, atol=1e-5)
+                    reference.residues[rank][name] = residue.copy()
+                else:
+                    np.testing.assert_array_equal(residue, want, err_msg=f"{name}, step {step}")
     for own in ranks:
         for name, parameter in own.parameters.items():
             assert torch.equal(parameter, ranks[0].parameters[name])
-        for step in range(20):
-            for name, average in own.averages[step].items():
-                np.testing.assert_array_equal(average, ranks[0].averages[step][name])
-                assert np.isnan(average).all() == (step == 7)
         assert own.losses[-1] < own.losses[0] / 2
         stats = own.method.stats()
         assert (stats["step"], stats["skipped_steps"]) == (19, 1)
+
+
+def shapes_of(own):
+    return {name: tuple(p.shape) for name, p in own.parameters.items()}
 
 
 @pytest.mark.parametrize("on_threads", [False, True], ids=["kernels at once", "kernels on threads"])
@@ -239,37 +279,18 @@ def check_alike(ranks):
 def test_scalecom_is_that_of_the_reference(n, fields, on_threads, monkeypatch):
     if on_threads:
         monkeypatch.setattr("scalecom_hvd.exchange.bucket.WORTH_A_THREAD", 1)
-    ranks, errors = train(n, twenty_steps, **fields)
-    assert errors == [None] * n
-    check_alike(ranks)
-    shapes = {name: tuple(p.shape) for name, p in ranks[0].parameters.items()}
-    reference = ScaleComReference(n, shapes, ranks[0].method.config)
-    buckets = ranks[0].method.residues.buckets
+    ranks, errors = train(n, twenty_steps, beta=0.3, **fields)
+    check(ranks, errors, ScaleComReference(n, shapes_of(ranks[0]), ranks[0].method.config))
     # Integers share no bucket with tensors that are sent whole.
-    assert len(buckets) == (2 if "bucket_bytes" not in fields else 3)
-    reference.bucket_of = {name: b for b, names in enumerate(buckets) for name in names}
-    for step in range(20):
-        averages = reference.step([own.came[step] for own in ranks])
-        for name, average in averages.items():
-            got = ranks[0].averages[step][name]
-            np.testing.assert_allclose(got, average, rtol=1e-6, atol=1e-6)
-        for rank, own in enumerate(ranks):
-            for name, residue in own.residues[step].items():
-                want = reference.residues[rank].get(name, np.zeros_like(residue))
-                if step == 7:  # rolled back, to rounding; both go on with the same residues
-                    np.testing.assert_allclose(residue, want, rtol=1e-5, atol=1e-5)
-                    reference.residues[rank][name] = residue.copy()
-                else:
-                    np.testing.assert_array_equal(residue, want, err_msg=f"{name}, step {step}")
+    assert len(ranks[0].method.residues.buckets) == (2 if "bucket_bytes" not in fields else 3)
 
 
-class Layers(torch.nn.Module):
-    """Layers that each have a bucket of their own."""
-
-    def __init__(self, layers):
-        super().__init__()
-        tensors = [torch.nn.Parameter(torch.zeros(300)) for _ in range(layers)]
-        self.layers = torch.nn.ParameterList(tensors)
+@pytest.mark.parametrize("n", [2, 3])
+def test_local_top_k_is_that_of_its_oracle(n):
+    ranks, errors = train(n, twenty_steps, LocalTopK, beta=1.0, bucket_bytes=5000)
+    config, send = ranks[0].method.config, oracle.local_topk
+    check(ranks, errors, oracle.MethodReference(n, shapes_of(ranks[0]), config, send))
+    assert ranks[0].method.residues.tensors.keys() == {"0.weight", "2.weight"}
 
 
 @pytest.mark.parametrize("fields", [{}, {"quantiser": QSGD()}], ids=str)
@@ -279,11 +300,11 @@ def test_many_buckets_share_few_channels(fields, monkeypatch):
     news = random.Random(0)  # ranks do not always see at once that a result has arrived
     is_here = Waiting.done
     monkeypatch.setattr(Waiting, "done", lambda self: news.random() < 0.5 and is_here(self))
-    hub, n, layers = Hub(3), 3, 7
+    hub, layers = Hub(3), 7
     settings = {"rate": 20, "min_numel": 2, "dense": (), "warmup_steps": 0, "bucket_bytes": 800}
 
     def act(rank):
-        parameters = dict(Layers(layers).named_parameters())
+        parameters = {f"{i}": torch.nn.Parameter(torch.zeros(300)) for i in range(layers)}
         method = ScaleCom(**settings, **fields)
         exchange = Exchange(parameters, method, ThreadCollectives(hub, rank))
         whims, generator = random.Random(rank), torch.Generator().manual_seed(rank)
@@ -296,38 +317,25 @@ def test_many_buckets_share_few_channels(fields, monkeypatch):
             exchange.finish()
         return method
 
-    with ThreadPoolExecutor(n) as threads:
-        methods = [job.result(2 * SECONDS) for job in [threads.submit(act, r) for r in range(n)]]
+    methods = run(3, act)
     hub.stop()
-    assert [method.stats()["step"] for method in methods] == [20] * n
+    assert [method.stats()["step"] for method in methods] == [20] * 3
     assert all(len(method.residues.buckets) == layers for method in methods)
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_local_top_k_loses_nothing_and_sends_each_ranks_own_choice(n):
-    ranks, errors = train(n, twenty_steps, LocalTopK, beta=1.0, bucket_bytes=5000)
-    assert errors == [None] * n
-    check_alike(ranks)
-    tensors = ranks[0].method.residues.tensors
-    assert tensors.keys() == {"0.weight", "2.weight"}
-    residues = [{name: np.zeros(t.shape, np.float32) for name, t in tensors.items()} for _ in ranks]
-    for step in range(20):
-        for name, tensor in tensors.items():
-            average = np.zeros(tensor.residue.numel())
-            for own, kept in zip(ranks, residues, strict=True):
-                if step != 7:
-                    acc = (kept[name] + own.came[step][name]).reshape(-1)
-                    chosen = select(acc, tensor.geometry, "lanes")
-                    average[chosen] += acc[chosen].astype(np.float64) / n
-                    acc[chosen] = 0
-                    kept[name] = acc.reshape(tensor.shape)
-                np.testing.assert_array_equal(own.residues[step][name], kept[name])
-            if step != 7:
-                got = ranks[0].averages[step][name].reshape(-1)
-                np.testing.assert_allclose(got, average, rtol=1e-6, atol=1e-6)
+def assert_rolled_back(ranks, residues=Rank.residues_now, to=-1):
+    """Check that these residues are those that ranks noted after a step."""
+    for own in ranks:
+        for name, residue in residues(own).items():
+            np.testing.assert_allclose(residue, own.residues[to][name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("fields", [{}, {"lookahead": True}, {"compression": LocalTopK}], ids=str)
+some_methods = pytest.mark.parametrize(
+    "fields", [{}, {"lookahead": True}, {"compression": LocalTopK}], ids=str
+)
+
+
+@some_methods
 def test_a_rank_that_fails_ends_the_step_on_all(fields):
     """The step ends at once, and each rank rolls back its part."""
 
@@ -341,12 +349,10 @@ def test_a_rank_that_fails_ends_the_step_on_all(fields):
     ranks, errors = train(3, act, **fields)
     assert [type(error) for error in errors] == [CollectiveError, OSError, CollectiveError]
     assert str(errors[0]) == "rank 1 failed: no route to host"
-    for own in ranks:
-        for name, residue in own.residues_now().items():
-            np.testing.assert_allclose(residue, own.residues[-1][name], rtol=1e-5, atol=1e-6)
+    assert_rolled_back(ranks)
 
 
-@pytest.mark.parametrize("fields", [{}, {"lookahead": True}, {"compression": LocalTopK}], ids=str)
+@some_methods
 def test_a_step_counts_if_all_shards_of_a_node_are_sound(fields):
     """There are two nodes of two ranks, and peers exchange a shard.
 
@@ -358,13 +364,12 @@ def test_a_step_counts_if_all_shards_of_a_node_are_sound(fields):
         for step in range(6):
             own.step(spoilt=step == 3 and rank == 1)
 
-    ranks, errors = train_on_nodes(act, **fields)
+    ranks, errors = train(4, act, nodes=2, **fields)
     assert errors == [None] * 4
     for own in ranks:
         assert (own.method.stats()["step"], own.method.stats()["skipped_steps"]) == (5, 1)
         assert all(np.isnan(average).all() for average in own.averages[3].values())
-        for name, residue in own.residues[3].items():
-            np.testing.assert_allclose(residue, own.residues[2][name], rtol=1e-5, atol=1e-6)
+    assert_rolled_back(ranks, lambda own: own.residues[3], to=2)
 
 
 def test_a_rank_that_is_lost_ends_the_step_on_all_ranks_of_all_nodes():
@@ -380,13 +385,11 @@ def test_a_rank_that_is_lost_ends_the_step_on_all_ranks_of_all_nodes():
             raise OSError("no route to host")
         own.step()
 
-    ranks, errors = train_on_nodes(act)
+    ranks, errors = train(4, act, nodes=2)
     assert type(errors[0]) is OSError
     assert {type(error) for error in errors[1:]} == {CollectiveError}
     assert "could not end this step" in str(errors[3])
-    for own in ranks:
-        for name, residue in own.residues_now().items():
-            np.testing.assert_allclose(residue, own.residues[-1][name], rtol=1e-5, atol=1e-6)
+    assert_rolled_back(ranks)
 
 
 def test_shards_that_are_at_different_steps_are_refused():
@@ -395,37 +398,10 @@ def test_shards_that_are_at_different_steps_are_refused():
             own.method.residues.step = 7
         own.step()
 
-    _, errors = train_on_nodes(act)
+    _, errors = train(4, act, nodes=2)
     assert all(
         "ranks of this node are at different steps, [0, 7]" in str(error) for error in errors
     )
-
-
-def train_on_nodes(act, **fields):
-    """Run act(rank, own) on two nodes of two ranks; return the ranks, and their errors or None."""
-    fields = {"rate": 20, "min_numel": 200, "dense": (), "warmup_steps": 0} | fields
-    compression = fields.pop("compression", ScaleCom)
-    nodes, shards = [Hub(2), Hub(2)], [Hub(2), Hub(2)]
-    ranks, errors = [None] * 4, [None] * 4
-
-    def live(rank):
-        node, shard = divmod(rank, 2)
-        members = Node(ThreadCollectives(nodes[node], shard))
-        ranks[rank] = Rank(shards[shard], node, compression, node=members, **fields)
-        try:
-            act(rank, ranks[rank])
-        except Exception as error:
-            errors[rank] = error
-            if isinstance(error, OSError):  # this stands for the end of the process
-                nodes[node].stop(str(error))
-                shards[shard].stop(str(error))
-
-    with ThreadPoolExecutor(4) as threads:
-        for job in [threads.submit(live, rank) for rank in range(4)]:
-            job.result(2 * SECONDS)
-    for hub in (*nodes, *shards):
-        hub.stop()
-    return ranks, errors
 
 
 @pytest.mark.parametrize("face", ["ddp", "torch"])
@@ -439,7 +415,7 @@ def test_an_optimizer_takes_a_transport_where_nothing_else_is_started(face):
     # process would then die at exit, after all tests have passed.
     if face is not ddp and not face.is_initialized():
         face.init()
-    hub, n = Hub(2), 2
+    hub, shapes = Hub(2), {"weight": (50, 100)}
 
     def act(rank):
         weight = torch.nn.Parameter(torch.zeros(50, 100))
@@ -449,24 +425,18 @@ def test_an_optimizer_takes_a_transport_where_nothing_else_is_started(face):
             compression=ScaleCom(rate=10, dense=(), warmup_steps=0, beta=1.0),
             collectives=ThreadCollectives(hub, rank),
         )
-        random = torch.Generator().manual_seed(rank)
-        for _ in range(5):
+        for step in range(5):
             optimizer.zero_grad()
-            (weight * torch.randn(50, 100, generator=random)).sum().backward()
+            (weight * torch.from_numpy(gradients(shapes, rank, step)["weight"])).sum().backward()
             optimizer.step()
-        return weight.detach(), optimizer.compression
+        return weight.detach(), optimizer.compression.residues.tensors["weight"].residue
 
-    with ThreadPoolExecutor(n) as threads:
-        found = [job.result(SECONDS) for job in [threads.submit(act, rank) for rank in range(n)]]
+    (weight, waits), (same, others) = run(2, act)
     hub.stop()
-    came = torch.zeros(50, 100)
-    for rank in range(n):
-        random = torch.Generator().manual_seed(rank)
-        came += sum(torch.randn(50, 100, generator=random) for _ in range(5))
-    waits = sum(method.residues.tensors["weight"].residue.view(50, 100) for _, method in found)
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[0][0].count_nonzero() > 500
-    torch.testing.assert_close(-n * found[0][0] + waits, came)
+    assert torch.equal(weight, same)
+    assert weight.count_nonzero() > 500
+    came = torch.from_numpy(came_in(range(2), range(5), shapes)["weight"]).float()
+    torch.testing.assert_close(-2 * weight + (waits + others).view(50, 100), came)
 
 
 def test_a_transport_brings_its_ranks():
