@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,36 +24,16 @@ from scalecom_hvd.reference import ScaleComReference, is_good, mean
 
 Choose = Callable[[Sequence], Any]
 
-NAMES = (
-    "weight",
-    "bias",
-    "layer.0.weight",
-    "layer.0.bias",
-    "head.weight",
-    "a name/with söme marks",
-)
+NAMES = "weight", "bias", "layer.0.weight", "layer.0.bias", "head.weight", "a name/with söme marks"
 SHAPES = (
-    (),
-    (0,),
-    (1,),
-    (63,),
-    (64,),
-    (65,),
-    (5000,),
-    (50, 100),
-    (37, 101),
-    (7, 3),
-    (3, 0, 5),
-    (4, 5, 6),
-    (16, 16, 16),
+    *((), (0,), (1,), (63,), (64,), (65,), (5000,)),
+    *((50, 100), (37, 101), (7, 3), (3, 0, 5), (4, 5, 6), (16, 16, 16)),
 )
 KINDS = ("normal", "normal", "wide", "zeros", "ties", "denormal", "large")
-EPSILON = {
-    torch.float16: 2.0**-10,
-    torch.bfloat16: 2.0**-7,
-    torch.float32: 2.0**-23,
-    torch.float64: 2.0**-52,
-}
+
+
+def epsilon(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
 
 
 @dataclass(frozen=True)
@@ -142,13 +122,10 @@ def draw_setting(choose: Choose, ranks: Sequence[int]) -> Setting:
         name: choose(SHAPES) if choose((True, True, False)) else (choose(range(5001)),)
         for name in names
     }
-    mixed = choose((False, True))
-    dtypes = {
-        name: choose((torch.float32, torch.float64, torch.bfloat16, torch.float16))
-        if mixed
-        else torch.float32
-        for name in names
-    }
+    kinds = [torch.float32]
+    if choose((False, True)):
+        kinds += [torch.float64, torch.bfloat16, torch.float16]
+    dtypes = {name: choose(kinds) for name in names}
     fields = {
         "rate": choose((100, 7, 2, 2.5, 64, 1.5, 300, 1000, 1)),
         "beta": choose((1.0, 0.3, 0.1, 0.5)),
@@ -171,15 +148,8 @@ def draw_setting(choose: Choose, ranks: Sequence[int]) -> Setting:
         for name in names:
             groups[choose(range(3))].append(name)
         groups = [group for group in groups if group]
-    return Setting(
-        choose(ranks),
-        shapes,
-        dtypes,
-        fields,
-        groups,
-        choose(("", "", "torch")),
-        choose((False, True)),
-    )
+    how = choose(("", "", "torch")), choose((False, True))
+    return Setting(choose(ranks), shapes, dtypes, fields, groups, *how)
 
 
 def draw_step(
@@ -203,8 +173,7 @@ def draw_step(
     return Step(choose(range(2**16)), kinds, frozenset(absent), bad, tuple(orders))
 
 
-@dataclass
-class Seen:
+class Seen(NamedTuple):
     """The results of a step on one rank."""
 
     averages: dict[str, torch.Tensor]
@@ -215,38 +184,27 @@ class Seen:
     leader: int
 
     @classmethod
-    def of(cls, compressor: Any, averages: dict[str, torch.Tensor]) -> Seen:
-        stats = compressor.stats()
-        residues = {
-            name: tensor.residue.view(tensor.shape)
-            for name, tensor in compressor.residues.tensors.items()
-        }
-        return cls(
-            averages,
-            residues,
-            compressor.residues.buckets,
-            stats["step"],
-            stats["skipped_steps"],
-            stats["leader"],
-        )
+    def of_all(cls, compressors: Sequence[Any], averages: Sequence[dict]) -> list[Seen]:
+        seen = []
+        for own, output in zip(compressors, averages, strict=True):
+            stats, tensors = own.stats(), own.residues.tensors.values()
+            counts = (stats[what] for what in ("step", "skipped_steps", "leader"))
+            residues = {tensor.name: tensor.residue.view(tensor.shape) for tensor in tensors}
+            seen.append(cls(output, residues, own.residues.buckets, *counts))
+        return seen
 
 
 class Truth:
-    """The expected results of every step, computed from the gradients of a run.
+    """The expected results of every step, computed from the gradients of a run."""
 
-    exact_sums: sums over ranks are made in the order of ranks, as in the simulator.
-    """
-
-    def __init__(self, setting: Setting, exact_sums: bool) -> None:
+    def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.reference = ScaleComReference(setting.n, setting.shapes, setting.config)
         self.compressed = [name for name, rate in self.reference.rates.items() if rate > 1]
         self.skipped = 0
-        self._exact_sums = exact_sums
+        kind_of = setting.config.residue_dtype_for
         self._kinds = {
-            name: getattr(
-                torch, setting.config.residue_dtype_for(str(dtype).removeprefix("torch."))
-            )
+            name: getattr(torch, kind_of(str(dtype).removeprefix("torch.")))
             for name, dtype in setting.dtypes.items()
         }
         for residues in self.reference.residues:
@@ -300,8 +258,8 @@ class Truth:
         scale: float,
         frozen: Collection[str],
         seen: list[Seen],
-    ) -> bool:
-        """Compare the results of all ranks with the truth; return whether the step counted.
+    ) -> None:
+        """Compare the results of all ranks with the truth.
 
         grads: copies of each rank's gradients, times the loss scale.
         """
@@ -313,21 +271,19 @@ class Truth:
                 assert _bits(average) == _bits(seen[0].averages[name]), (
                     f"{name}: the average differs between ranks 0 and {rank}"
                 )
-        assert len({(other.step, other.skipped, other.leader) for other in seen}) == 1, [
-            (o.step, o.skipped, o.leader) for o in seen
-        ]
+        counts = [(other.step, other.skipped, other.leader) for other in seen]
+        assert len(set(counts)) == 1, counts
         self.reference.bucket_of = {
             name: b for b, names in enumerate(seen[0].buckets) for name in names
         }
 
         with np.errstate(all="ignore"):
-            happened = self._check(grads, scale, frozen, seen)
+            self._check(grads, scale, frozen, seen)
         reference = self.reference
         assert (seen[0].step, seen[0].skipped) == (reference.step_number, self.skipped)
         assert seen[0].leader == max(reference.step_number - 1, 0) % self.setting.n
-        return happened
 
-    def _check(self, grads, scale, frozen, seen) -> bool:
+    def _check(self, grads, scale, frozen, seen) -> None:
         reference, config = self.reference, self.setting.config
         before = self.save()
         whole = bool(
@@ -362,7 +318,7 @@ class Truth:
             for name, average in seen[0].averages.items():
                 assert average.isnan().all(), f"{name} in a step that was not taken"
             self._check_unchanged(arrays, [other.residues for other in seen])
-            return False
+            return
 
         for name, want in expected.items():
             got = seen[0].averages[name].double().numpy()
@@ -371,35 +327,22 @@ class Truth:
                 assert not np.delete(got.reshape(-1), chosen).any(), (
                     f"{name}: something outside the selection was sent"
                 )
-            allowed = self._allowed(
-                name,
-                want,
-                magnitude[name] * (scale if name in self.compressed else 1),
-                whole,
-                scale,
-            )
-            wrong = np.abs(got - want) > allowed
+            size = magnitude[name] * (scale if name in self.compressed else 1)
+            wrong = np.abs(got - want) > self._allowed(name, want, size, whole, scale)
             assert not wrong.any(), f"{name}: {got[wrong][:3]} is not {want[wrong][:3]}"
         for rank, other in enumerate(seen):
             assert other.residues.keys() == set(self.compressed)
             for name, residue in other.residues.items():
                 # Residues are equal to the bit: they depend only on the worker's own arithmetic.
-                np.testing.assert_array_equal(
-                    residue.numpy(),
-                    reference.residues[rank][name],
-                    err_msg=f"{name} on rank {rank}",
-                )
+                want = reference.residues[rank][name]
+                np.testing.assert_array_equal(residue.numpy(), want, f"{name} on rank {rank}")
         if config.beta == 1:
             self._check_conservation(arrays, scale, frozen, seen, magnitude, whole)
-        return True
 
     def _arrived(self, grads: dict[str, torch.Tensor | None], name: str) -> torch.Tensor:
-        grad = grads[name]
-        return (
-            torch.zeros(self.setting.shapes[name], dtype=self.setting.dtypes[name])
-            if grad is None
-            else grad
-        )
+        if grads[name] is not None:
+            return grads[name]
+        return torch.zeros(self.setting.shapes[name], dtype=self.setting.dtypes[name])
 
     def _in_residue_units(
         self, grads: list[dict], scale: float, whole: bool
@@ -418,14 +361,10 @@ class Truth:
 
     def _magnitude(self, name: str, arrays: dict[str, list[np.ndarray]]) -> np.ndarray:
         """Return, for every element of a tensor, how large the sum of its addends can be."""
-        size = sum(
-            np.abs(np.nan_to_num(array.astype(float), posinf=0, neginf=0)) for array in arrays[name]
-        )
+        own = [np.nan_to_num(array.astype(float), posinf=0, neginf=0) for array in arrays[name]]
         if name in self.compressed:
-            size = size + sum(
-                np.abs(residues[name].astype(float)) for residues in self.reference.residues
-            )
-        return size
+            own += [residues[name].astype(float) for residues in self.reference.residues]
+        return sum(map(np.abs, own))
 
     def _selection(self, name: str, whole: bool) -> np.ndarray | None:
         return None if whole or name not in self.compressed else self.reference.selections[name]
@@ -435,20 +374,15 @@ class Truth:
     ) -> np.ndarray:
         """Return the allowed rounding of the sum over ranks and of the result in its dtype."""
         dtype, n = self.setting.dtypes[name], self.setting.n
-        allowed = (
-            EPSILON[dtype] * np.abs(want.astype(float))
-            + float(torch.finfo(dtype).smallest_normal) * EPSILON[dtype]
-        )
+        smallest = float(torch.finfo(dtype).smallest_normal)
+        allowed = epsilon(dtype) * (np.abs(want.astype(float)) + smallest)
         if name in self.compressed:
             # The loss scale magnifies the rounding of float32's denormals.
             allowed = allowed + 4 * n * scale * 2.0**-149
         if name in self.compressed and not whole:
             # With flush, values of up to m / beta are sent and rounded.
             magnitude = (1 + self.setting.config.extra) * magnitude
-        return (
-            allowed
-            + EPSILON[self._sum_dtype(name, whole)] * (1 if self._exact_sums else 2 * n) * magnitude
-        )
+        return allowed + epsilon(self._sum_dtype(name, whole)) * magnitude
 
     def _sum_dtype(self, name: str, whole: bool) -> torch.dtype:
         if name in self.compressed and not whole:
@@ -478,13 +412,10 @@ class Truth:
         for rank, real in enumerate(residues):
             for name, residue in real.items():
                 old, new = self.reference.residues[rank][name], residue.numpy().copy()
-                size = np.abs(old.astype(float)) + np.where(
-                    is_good(arrays[name][rank]), np.abs(arrays[name][rank]), 0
-                ).astype(float)
-                allowed = (
-                    4 * EPSILON[self._kinds[name]] * size
-                    + 4 * np.finfo(old.dtype).smallest_subnormal
-                )
+                grad = arrays[name][rank]
+                size = np.abs(old.astype(float)) + np.where(is_good(grad), np.abs(grad), 0)
+                allowed = 4 * epsilon(self._kinds[name]) * size
+                allowed = allowed + 4 * np.finfo(old.dtype).smallest_subnormal
                 wrong = ~(np.abs(new - old.astype(float)) <= allowed)
                 assert not wrong.any(), (
                     f"{name} on rank {rank} was {old[wrong][:3]} and is {new[wrong][:3]} after a "
@@ -496,19 +427,14 @@ class Truth:
     def _check_conservation(self, arrays, scale, frozen, seen, magnitude, whole) -> None:
         n = self.setting.n
         for name in self.compressed:
-            sent = n * seen[0].averages[name].double().numpy() / scale
+            sent, size = seen[0].averages[name].double().numpy(), magnitude[name]
             if name not in frozen:
-                self._came[name] = self._came[name] + sum(
-                    array.astype(float) for array in arrays[name]
-                )
-            self._sent[name] = self._sent[name] + sent
+                self._came[name] = self._came[name] + sum(own.astype(float) for own in arrays[name])
+            self._sent[name] = self._sent[name] + n * sent / scale
             left = sum(other.residues[name].double().numpy() for other in seen)
-            rounding = (
-                self._allowed(name, sent / n * scale, magnitude[name] * scale, whole, scale) / scale
-            )
-            self._noise[name] = (
-                self._noise[name] + n * rounding + 4 * EPSILON[self._kinds[name]] * magnitude[name]
-            )
+            rounding = n * self._allowed(name, sent, size * scale, whole, scale) / scale
+            rounding = rounding + 4 * epsilon(self._kinds[name]) * size
+            self._noise[name] = self._noise[name] + rounding
             wrong = np.abs(self._sent[name] + left - self._came[name]) > self._noise[name]
             assert not wrong.any(), (
                 f"{name}: sent and kept is not what came in, in {wrong.sum()} elements"
@@ -517,7 +443,5 @@ class Truth:
 
 def _bits(tensor: torch.Tensor) -> bytes:
     return (
-        tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        if tensor.numel()
-        else b""
+        tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     )
