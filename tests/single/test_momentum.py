@@ -65,6 +65,11 @@ class Served:
         self.residues.note_step()
         self.optimizer.step()
 
+    def train(self, numbers):
+        for number in numbers:
+            self.step(number)
+        return self
+
 
 def feed(named, number):
     torch.manual_seed(100 + number)
@@ -92,21 +97,21 @@ def are_equal(named, others):
     return all(torch.equal(p, others[name]) for name, p in named.items())
 
 
-def by_oracle(make, steps=6, named=None, kappas=None):
-    named = parameters() if named is None else named
-    kappas = dict.fromkeys(named.values(), KAPPA) if kappas is None else kappas
-    expected = oracle.Steps(make(named.values()), kappas)
+def by_oracle(make, steps=6, without=()):
+    """without: the numbers of the steps in which the bias has no gradient."""
+    named = parameters()
+    expected = oracle.Steps(make(named.values()), dict.fromkeys(named.values(), KAPPA))
     for number in range(steps):
         feed(named, number)
+        if number in without:
+            named["bias"].grad = None
         expected.step()
     return named, expected
 
 
 @every_plain
 def test_steps_are_the_oracles_and_the_state_is_the_plain_momentum(make):
-    served = Served(make)
-    for number in range(6):
-        served.step(number)
+    served = Served(make).train(range(6))
     named, expected = by_oracle(make)
     assert_close(served.named, named)
     assert are_equal(served.named, plain(make)) == (make is PLAIN["SGD"])
@@ -122,9 +127,7 @@ def test_steps_are_the_oracles_and_the_state_is_the_plain_momentum(make):
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=str
 )
 def test_other_dtypes(make, dtype, tolerance):
-    served = Served(make, parameters(dtype=dtype))
-    for number in range(4):
-        served.step(number)
+    served = Served(make, parameters(dtype=dtype)).train(range(4))
     assert_close(served.named, by_oracle(make, 4)[0], tolerance)
 
 
@@ -135,9 +138,7 @@ def test_other_dtypes(make, dtype, tolerance):
     ids=str,
 )
 def test_what_is_not_late_is_the_optimizers_own_to_the_bit(make, settings):
-    served = Served(make, **settings)
-    for number in range(6):
-        served.step(number)
+    served = Served(make, **settings).train(range(6))
     assert are_equal(served.named, plain(make))
 
 
@@ -222,9 +223,7 @@ def test_the_size_may_be_on_a_device(monkeypatch):
 
     own = momentum.Momentum("exp_avg", on_device)
     monkeypatch.setitem(momentum.MOMENTA, "AdamW", own)
-    served = Served(PLAIN["AdamW"])
-    for number in range(4):
-        served.step(number)
+    served = Served(PLAIN["AdamW"]).train(range(4))
     assert_close(served.named, by_oracle(PLAIN["AdamW"], 4)[0])
 
 
@@ -234,9 +233,9 @@ def test_kappa_falls_with_the_rate_unless_the_user_says_nu():
     assert kappa_of(2, 0.75) == kappa_of(100, 0.75) == 0.25
 
 
-@pytest.mark.parametrize("way", ["positional", "keyword"])
+@pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("make", [PLAIN["momentum"], PLAIN["AdamW"]])
-def test_gradients_may_come_in_a_closure(make, way):
+def test_gradients_may_come_in_a_closure(make, by_name):
     served, numbers = Served(make), []
 
     def closure():
@@ -246,8 +245,8 @@ def test_gradients_may_come_in_a_closure(make, way):
         return 5.0
 
     for _ in range(4):
-        given = ((closure,), {}) if way == "positional" else ((), {"closure": closure})
-        assert served.optimizer.step(*given[0], **given[1]) == 5
+        step = served.optimizer.step
+        assert (step(closure=closure) if by_name else step(closure)) == 5
     assert len(numbers) == 4
     assert_close(served.named, by_oracle(make, 4)[0])
 
@@ -257,8 +256,7 @@ def test_a_closure_that_fails_changes_nothing():
     served.step(0)
     with pytest.raises(ZeroDivisionError):
         served.optimizer.step(lambda: 1 / 0)
-    for number in range(1, 4):
-        served.step(number)
+    served.train(range(1, 4))
     assert_close(served.named, by_oracle(PLAIN["momentum"], 4)[0])
 
 
@@ -300,14 +298,7 @@ def test_parameters_without_a_gradient_stay():
             before = served.named["bias"].detach().clone()
         served.optimizer.step()
         assert number != 2 or torch.equal(served.named["bias"], before)
-    named = parameters()
-    expected = oracle.Steps(PLAIN["momentum"](named.values()), dict.fromkeys(named.values(), KAPPA))
-    for number in range(4):
-        feed(named, number)
-        if number == 2:
-            named["bias"].grad = None
-        expected.step()
-    assert_close(served.named, named)
+    assert_close(served.named, by_oracle(PLAIN["momentum"], 4, without=[2])[0])
 
 
 def test_sparse_gradients_are_not_mixed():
@@ -351,9 +342,7 @@ def test_two_optimizers_of_one_model():
 )
 def test_optimizers_that_are_left_as_they_are(make, is_said, caplog):
     """Nobody knows how they use their momentum, or it has few bits."""
-    served = Served(make)
-    for number in range(5):
-        served.step(number)
+    served = Served(make).train(range(5))
     assert are_equal(served.named, plain(make, 5))
     assert caplog.text.count("RMSprop keeps its momentum as it is") == is_said
     Served(make, nu=1).step(0)
@@ -373,24 +362,20 @@ def test_what_is_gone_does_nothing():
     served = Served(PLAIN["AdamW"])
     del served.momentum
     gc.collect()
-    for number in range(6):
-        served.step(number)
+    served.train(range(6))
     assert are_equal(served.named, plain(PLAIN["AdamW"]))
 
 
 @pytest.mark.parametrize("make", [PLAIN["momentum"], PLAIN["AdamW"]])
 def test_a_run_that_goes_on_is_one_that_never_stopped(make):
-    served = Served(make)
-    for number in range(3):
-        served.step(number)
+    served = Served(make).train(range(3))
     saved = copy.deepcopy(served.optimizer.state_dict())
     values = {name: nn.Parameter(p.detach().clone()) for name, p in served.named.items()}
     again = Served(make, values)
     again.optimizer.load_state_dict(saved)
     again.residues.step = served.residues.step
-    for number in range(3, 6):
-        served.step(number)
-        again.step(number)
+    for each in (served, again):
+        each.train(range(3, 6))
     assert are_equal(again.named, served.named)
 
 
