@@ -14,54 +14,20 @@ try:
 except ModuleNotFoundError as _error:
     raise _explained(_error, "scalecom_hvd.ddp") from _error
 
-from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.ddp.checkpoint import PerRank
 from scalecom_hvd.ddp.hook import ScaleComState, scalecom_hook
 from scalecom_hvd.ddp.monitor import Monitor
 from scalecom_hvd.ddp.optimizer import DistributedOptimizer, broadcast_parameters
-from scalecom_hvd.diagnostics import Diagnostics
-from scalecom_hvd.exchange import (
-    ECQSGD,
-    QSGD,
-    BinMeans,
-    BucketCollectives,
-    GlobalTopK,
-    GTopK,
-    LocalTopK,
-    Method,
-    Quantiser,
-    RandomK,
-    ScaleCom,
-    Sign,
-    State,
-    diloco,
-    rates_from_flops,
-    sparseloco,
-)
+from scalecom_hvd.exchange import ScaleCom, public_names
+from scalecom_hvd.exchange.public_names import *  # noqa: F403
 
 __all__ = [
-    "ECQSGD",
-    "QSGD",
-    "BinMeans",
-    "BucketCollectives",
-    "Diagnostics",
     "DistributedOptimizer",
-    "GTopK",
-    "GlobalTopK",
-    "LocalTopK",
-    "Method",
     "Monitor",
     "PerRank",
-    "Quantiser",
-    "RandomK",
     "ScaleCom",
-    "ScaleComConfig",
     "ScaleComState",
-    "Sign",
-    "State",
     "broadcast_parameters",
-    "diloco",
-    "rates_from_flops",
     "scalecom_hook",
-    "sparseloco",
 ]
+__all__ += public_names.__all__

@@ -18,22 +18,9 @@ except ModuleNotFoundError as _error:
 
 import scalecom_hvd.torch.elastic  # noqa: F401  Over Horovod's: its states keep residues.
 from scalecom_hvd.agreement import JOIN_REFUSED as _JOIN_REFUSED
-from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.diagnostics import Diagnostics
+from scalecom_hvd.exchange import public_names as _public_names
 from scalecom_hvd.exchange.background_thread import wait_for_kept as _wait_for_kept
-from scalecom_hvd.exchange.flops import rates_from_flops
-from scalecom_hvd.exchange.local.recipes import diloco, sparseloco
-from scalecom_hvd.exchange.methods import (
-    ECQSGD,
-    BucketCollectives,
-    GlobalTopK,
-    GTopK,
-    LocalTopK,
-    Method,
-    RandomK,
-    State,
-)
-from scalecom_hvd.exchange.quantisers import QSGD, BinMeans, Quantiser, Sign
+from scalecom_hvd.exchange.public_names import *  # noqa: F403
 from scalecom_hvd.torch.broadcast import broadcast_parameters as broadcast_parameters
 from scalecom_hvd.torch.collective_names import named_collectives as _named_collectives
 from scalecom_hvd.torch.compressor import ScaleCom
@@ -68,24 +55,5 @@ def __getattr__(name: str) -> Any:
     return getattr(_horovod, name)
 
 
-__all__ = [name for name in dir(_horovod) if not name.startswith("_")] + [
-    "ECQSGD",
-    "QSGD",
-    "BinMeans",
-    "BucketCollectives",
-    "Diagnostics",
-    "GTopK",
-    "GlobalTopK",
-    "LocalTopK",
-    "Method",
-    "Monitor",
-    "Quantiser",
-    "RandomK",
-    "ScaleCom",
-    "ScaleComConfig",
-    "Sign",
-    "State",
-    "diloco",
-    "rates_from_flops",
-    "sparseloco",
-]
+__all__ = [name for name in dir(_horovod) if not name.startswith("_")] + ["Monitor", "ScaleCom"]
+__all__ += _public_names.__all__

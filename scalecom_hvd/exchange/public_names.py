@@ -1,0 +1,40 @@
+"""What every face for PyTorch exports besides its own: methods, what they take, and recipes.
+
+ScaleCom itself is not here, because Horovod's face has one of its own.
+"""
+
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.diagnostics import Diagnostics
+from scalecom_hvd.exchange.flops import rates_from_flops
+from scalecom_hvd.exchange.local.recipes import diloco, sparseloco
+from scalecom_hvd.exchange.methods import (
+    ECQSGD,
+    BucketCollectives,
+    GlobalTopK,
+    GTopK,
+    LocalTopK,
+    Method,
+    RandomK,
+    State,
+)
+from scalecom_hvd.exchange.quantisers import QSGD, BinMeans, Quantiser, Sign
+
+__all__ = [
+    "ECQSGD",
+    "QSGD",
+    "BinMeans",
+    "BucketCollectives",
+    "Diagnostics",
+    "GTopK",
+    "GlobalTopK",
+    "LocalTopK",
+    "Method",
+    "Quantiser",
+    "RandomK",
+    "ScaleComConfig",
+    "Sign",
+    "State",
+    "diloco",
+    "rates_from_flops",
+    "sparseloco",
+]
