@@ -62,7 +62,7 @@ class Accumulators:
             ]
             dtype = self.flat.dtype
             kernel = kernel_for(self.flat.device, dtype, dtype, self._slots[0].geometry)
-            self._chooser = kernel(slots, [dtype] * len(slots))
+            self._chooser = kernel(slots, dtype)
         # Accumulators replace residues here, and zero times accumulators is added to them.
         self._chooser.begin(self.parts, [False] * len(self.parts), 0.0)
         self._chooser.choose(0.0, buffer)

@@ -123,13 +123,13 @@ class Bucket:
         """Take kernels for gradients of these dtypes. A tensor's may differ from its own."""
         if dtypes == self._grad_dtypes:
             return
-        members: dict[type[Kernel], list[int]] = {}
+        members: dict[tuple[type[Kernel], torch.dtype], list[int]] = {}
         for i, (slot, dtype) in enumerate(zip(self.slots, dtypes, strict=True)):
             kind = kernel_for(self._device, dtype, slot.residue.dtype, slot.geometry)
-            members.setdefault(kind, []).append(i)
+            members.setdefault((kind, dtype), []).append(i)
         self.kernels = [
-            (kernel([self.slots[i] for i in chosen], [dtypes[i] for i in chosen]), chosen)
-            for kernel, chosen in members.items()
+            (kernel([self.slots[i] for i in chosen], dtype), chosen)
+            for (kernel, dtype), chosen in members.items()
         ]
         self._grad_dtypes = dtypes
 

@@ -26,7 +26,7 @@ def back(tensor):
 
 
 class Adapter:
-    """A kernel on copies of a case's arrays. It gives NumPy arrays.
+    """A kernel for each dtype, on copies of a case's arrays. It gives NumPy arrays.
 
     Attributes:
         kernel: what makes the moves.
@@ -57,8 +57,14 @@ class Adapter:
             )
             for residue, (name, shape) in zip(self.residues, case.shapes.items(), strict=True)
         ]
-        self.made = self.kernel(slots, [grad.dtype for grad in self.grads])
-        self.made.begin(self.grads, case.frozen, case.scale)
+        members = {}
+        for i, grad in enumerate(self.grads):
+            members.setdefault(grad.dtype, []).append(i)
+        self.made = []
+        for dtype, own in members.items():
+            self.made.append((self.kernel([slots[i] for i in own], dtype), own))
+            grads, frozen = ([each[i] for i in own] for each in (self.grads, case.frozen))
+            self.made[-1][0].begin(grads, frozen, case.scale)
 
     def state(self):
         """Return the gradients and residues as they are now."""
@@ -67,14 +73,16 @@ class Adapter:
     def choose(self):
         """Return the bytes of the choice."""
         chosen = torch.full_like(self.offsets, 9)
-        self.made.choose(self.case.extra, chosen)
+        for kernel, _ in self.made:
+            kernel.choose(self.case.extra, chosen)
         return back(chosen)
 
     def take_and_accumulate(self, chooses):
         """Return a `Taken`; its `chosen` is empty if this rank does not choose."""
         chosen, beta = torch.full_like(self.offsets, 9) if chooses else None, self.case.beta
         wire = Wire(self.offsets, self.values)
-        bad = self.made.take_and_accumulate(beta, self.case.extra, wire, chosen)
+        moves = beta, self.case.extra, wire, chosen
+        bad = sum(kernel.take_and_accumulate(*moves) for kernel, _ in self.made)
         chosen = self.offsets[:0] if chosen is None else chosen
         residues = [back(residue) for residue in self.residues]
         return Taken(residues, back(self.values), back(chosen), int(bad))
@@ -82,12 +90,15 @@ class Adapter:
     def scatter(self, values, in_place=False):
         """Return the outputs. in_place: whether they may take the gradients' memory."""
         outputs = self.grads if in_place else [torch.ones_like(grad) for grad in self.grads]
-        self.made.scatter(outputs, self.offsets, there(values, device=self.device))
+        averages = there(values, device=self.device)
+        for kernel, own in self.made:
+            kernel.scatter([outputs[i] for i in own], self.offsets, averages)
         return [back(output) for output in outputs]
 
     def roll_back(self, keeps_gradients=False):
         """Return the residues after a roll-back of all that was done to them."""
-        self.made.roll_back(keeps_gradients)
+        for kernel, _ in self.made:
+            kernel.roll_back(keeps_gradients)
         return [back(residue) for residue in self.residues]
 
 

@@ -1,9 +1,9 @@
 """What one step does to the residues of a bucket's tensors: the contract of all kernels.
 
 A kernel is made once for tensors that share their buffers of offsets and values (one `TensorSlot`
-for each tensor). It makes every move for all these tensors at once. choice.py picks the kernel. All
-kernels give the same results, to the bit, and the results of reference.py. Imports devices,
-gradients, lanes and integers.
+for each tensor), and whose gradients have one dtype. It makes every move for all these tensors at
+once. choice.py picks the kernel. All kernels give the same results, to the bit, and the results of
+reference.py. Imports devices, gradients, lanes and integers.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class Kernel(Protocol):
     zeros are sent.
     """
 
-    def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None: ...
+    def __init__(self, slots: Sequence[TensorSlot], grad_dtype: torch.dtype) -> None: ...
 
     def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
-        """Begin a step with its gradients: each (N,), contiguous, of its dtype in `grad_dtypes`.
+        """Begin a step with its gradients: each (N,), contiguous, of dtype `grad_dtype`.
 
         The gradients must stay alive until the step's last move.
         """

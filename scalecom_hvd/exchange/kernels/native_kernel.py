@@ -22,13 +22,14 @@ class NativeKernel:
     Each move is one call. It is made for all tensors or refused for all, and needs no Python.
     """
 
-    def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(self, slots: Sequence[TensorSlot], grad_dtype: torch.dtype) -> None:
         self._library = native.library()
         self._slots = slots
         self._table = np.zeros(len(slots), native.TENSOR)
-        for row, slot, dtype in zip(self._table, slots, grad_dtypes, strict=True):
+        self._table["dtype"] = native.DTYPES[dtype_name(grad_dtype)]
+        for row, slot in zip(self._table, slots, strict=True):
             lanes = slot.geometry
-            row["residue"], row["dtype"] = slot.residue.data_ptr(), native.DTYPES[dtype_name(dtype)]
+            row["residue"] = slot.residue.data_ptr()
             row["numel"], row["k"] = lanes.numel, lanes.k
             row["width"], row["rows"] = lanes.width, lanes.rows
             row["offset_width"] = lanes.offset_dtype.itemsize

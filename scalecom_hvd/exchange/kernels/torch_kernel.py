@@ -43,7 +43,7 @@ class TorchKernel:
     It is used if there is no compiler, and for tensors that the other kernels do not know.
     """
 
-    def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(self, slots: Sequence[TensorSlot], grad_dtype: torch.dtype) -> None:
         self._slots = slots
         self._steps: list[_Step] = []
         self._scale = 1.0

@@ -12,9 +12,7 @@ wait for that of the move before, and the next step's first for this step's last
 from __future__ import annotations
 
 import contextlib
-import functools
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,7 @@ import triton.language as tl
 
 from scalecom_hvd import triton as tiles
 from scalecom_hvd.exchange.devices import uploaded
-from scalecom_hvd.exchange.kernels.base import Count, Taken, TensorSlot, Wire
+from scalecom_hvd.exchange.kernels.base import Taken, TensorSlot, Wire
 from scalecom_hvd.integers import blocks_of
 from scalecom_hvd.lanes import LANES
 
@@ -61,47 +59,7 @@ def why_not(device_type: str) -> str | None:
 
 
 class TritonKernel:
-    """A `Kernel` for tensors with lanes. It makes one launch per move and gradient dtype."""
-
-    def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None:
-        members: dict[torch.dtype, list[int]] = {}
-        for i, dtype in enumerate(grad_dtypes):
-            members.setdefault(dtype, []).append(i)
-        self._parts = [
-            (_OneDtype([slots[i] for i in chosen], dtype), chosen)
-            for dtype, chosen in members.items()
-        ]
-
-    def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
-        for part, members in self._parts:
-            part.begin([grads[i] for i in members], [frozen[i] for i in members], scale)
-
-    def choose(self, extra: float, chosen: torch.Tensor) -> None:
-        for part, _ in self._parts:
-            part.choose(extra, chosen)
-
-    def take_and_accumulate(
-        self, beta: float, extra: float, wire: Wire, chosen: torch.Tensor | None = None
-    ) -> Count:
-        return _sum(part.take_and_accumulate(beta, extra, wire, chosen) for part, _ in self._parts)
-
-    def scatter(
-        self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, averages: torch.Tensor
-    ) -> None:
-        for part, members in self._parts:
-            part.scatter([outputs[i] for i in members], offsets, averages)
-
-    def roll_back(self, keep_gradients: bool = False, spared: Sequence[bool] = ()) -> None:
-        for part, members in self._parts:
-            part.roll_back(keep_gradients, [spared[i] for i in members] if spared else [])
-
-    def release(self) -> None:
-        for part, _ in self._parts:
-            part.release()
-
-
-class _OneDtype:
-    """The same, for tensors with gradients of one dtype."""
+    """A `Kernel` for tensors with lanes. It makes one launch per move."""
 
     def __init__(self, slots: Sequence[TensorSlot], grad_dtype: torch.dtype) -> None:
         self._slots = slots
@@ -142,7 +100,7 @@ class _OneDtype:
             self._start(tiles.measure_blocks, self._n_blocks, self._blocks, *arguments)
 
     def take_and_accumulate(
-        self, beta: float, extra: float, wire: Wire, chosen: torch.Tensor | None
+        self, beta: float, extra: float, wire: Wire, chosen: torch.Tensor | None = None
     ) -> torch.Tensor:
         count = torch.zeros((), dtype=torch.int64, device=self._device)
         arguments = *wire, chosen, count, beta, self._scale, extra
@@ -164,7 +122,7 @@ class _OneDtype:
         constants = {"BLOCK": self._block, "num_warps": 4}
         self._launch(tiles.scatter_tiles, step, offsets, averages, 1 / self._scale, **constants)
 
-    def roll_back(self, keep_gradients: bool, spared: Sequence[bool]) -> None:
+    def roll_back(self, keep_gradients: bool = False, spared: Sequence[bool] = ()) -> None:
         if self._taken is not None:
             if spared:
                 self._frozen = [a or b for a, b in zip(self._frozen, spared, strict=True)]
@@ -228,7 +186,3 @@ def _fields(slot: TensorSlot) -> tuple[int, ...]:
     shape = lanes.numel, lanes.k, lanes.full_lanes, lanes.rows, last_rows
     places = slot.offsets_at, slot.values_at, slot.scales_at
     return slot.residue.data_ptr(), *shape, width, *places, slot.levels
-
-
-def _sum(counts: Iterable[Count]) -> Count:
-    return functools.reduce(operator.add, counts)
