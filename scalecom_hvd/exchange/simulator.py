@@ -13,9 +13,9 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,42 +100,32 @@ class Network:
         self._ready: deque[int] = deque()
         self._waiting: dict[int, Meeting] = {}
         self._unfinished = 0
-        self._functions: Sequence[Task] | None = ()
-        self._results: list[Any] = []
         self._failure: BaseException | None = None
-        # A closed gate per rank, and one for the caller. The rank that has the turn opens the gate
-        # of the next.
-        self._gates = [threading.Lock() for _ in range(n + 1)]
+        # A closed gate per rank. The rank that has the turn opens the gate of the next.
+        self._gates = [threading.Lock() for _ in range(n)]
         for gate in self._gates:
             gate.acquire()
-        for rank in range(n):
-            threading.Thread(
-                target=self._serve, args=(rank,), name=f"simulated rank {rank}", daemon=True
-            ).start()
+        self._threads = ThreadPoolExecutor(n, "simulated rank")
 
     def run(self, functions: Sequence[Task]) -> list[Any]:
         """Run a function on every rank, and give what each returned.
 
         The error of the first rank that has one ends the run on all ranks, and is raised.
         """
-        self._functions, self._results, self._failure = functions, [None] * self.n, None
-        self._unfinished = self.n
+        self._unfinished, self._failure = self.n, None
         self._ready.extend(range(self.n))
+        tasks = [self._threads.submit(self._act, *each) for each in enumerate(functions)]
         self._next()
-        self._gates[-1].acquire()
-        results, failure = self._results, self._failure
-        self._functions, self._results, self._failure = (), [], None
+        results = [task.result() for task in tasks]
+        failure, self._failure = self._failure, None
         if failure is not None:
             self._meetings.clear()
             raise failure
         return results
 
     def close(self) -> None:
-        """End the threads."""
-        if self._functions is not None:
-            self._functions = None
-            for gate in self._gates[:-1]:
-                gate.release()
+        """End the threads now. Otherwise they end with this object."""
+        self._threads.shutdown(wait=False)
 
     def submit(
         self, rank: int, name: str, what: tuple[object, ...], tensor: torch.Tensor, combine: Combine
@@ -176,25 +166,24 @@ class Network:
                 f"ranks submitted different collectives under the same name: {meeting.error}"
             )
 
-    def _serve(self, rank: int) -> None:
-        while True:
-            self._gates[rank].acquire()
-            if self._functions is None:
-                return
-            if self._failure is None:
-                try:
-                    self._results[rank] = self._functions[rank]()
-                except BaseException as error:
-                    self._fail(error)
+    def _act(self, rank: int, function: Task) -> Any:
+        """Call a rank's function when it has the turn for the first time."""
+        self._gates[rank].acquire()
+        try:
+            return function() if self._failure is None else None
+        except BaseException as error:
+            return self._fail(error)
+        finally:
             self._unfinished -= 1
             self._next()
 
     def _next(self) -> None:
-        """Pass the turn on. It comes back to the caller when all ranks have finished."""
+        """Pass the turn on, if some rank has not finished."""
         if not self._ready and self._unfinished:
             self._fail(RuntimeError(self._who_waits()))
         self._running = self._ready.popleft() if self._ready else None
-        self._gates[-1 if self._running is None else self._running].release()
+        if self._running is not None:
+            self._gates[self._running].release()
 
     def _who_waits(self) -> str:
         lines = []
@@ -371,7 +360,6 @@ class Simulation:
         **settings: Any,
     ) -> None:
         self.network = Network(n)
-        weakref.finalize(self, self.network.close)
         self.collectives = [
             SimulatedCollectives(self.network, rank, sums, predivide) for rank in range(n)
         ]
