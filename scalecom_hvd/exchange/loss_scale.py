@@ -9,6 +9,7 @@ Imports collectives and devices.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -22,9 +23,6 @@ class LossScale:
     Args:
         given: a torch.amp.GradScaler, a function that returns the current scale, or None.
 
-    Attributes:
-        is_given: whether there is a loss scale.
-
     Raises:
         TypeError: it is something else.
     """
@@ -34,19 +32,21 @@ class LossScale:
 
     def give(self, given: object) -> None:
         """From now on, this is the loss scale. Raises as the constructor does."""
-        reader = _unscaled if given is None else getattr(given, "get_scale", given)
-        if not callable(reader):
+        if given is not None and not callable(getattr(given, "get_scale", given)):
             raise TypeError(
                 "loss_scale must be a GradScaler or a callable that gives the current scale, not "
                 f"{given!r}"
             )
-        self.is_given, self._reader = given is not None, reader
-        self._scaler = given if isinstance(given, torch.amp.GradScaler) else None
+        self._given: Any = given
 
     def read(self) -> float | torch.Tensor:
         """The current scale: a number, or a tensor that may be on a device."""
-        scale = self._of_scaler()
-        return self._reader() if scale is None else scale
+        if self._given is None:
+            return 1.0
+        # A GradScaler's own tensor, because get_scale() would wait for it. None: there is none yet.
+        is_scaler = isinstance(self._given, torch.amp.GradScaler)
+        scale = getattr(self._given, "_scale", None) if is_scaler else None
+        return getattr(self._given, "get_scale", self._given)() if scale is None else scale
 
     def inverse(self) -> Wait[float]:
         """1 / loss scale, once the host has it. It brings gradients into the residues' units.
@@ -64,13 +64,6 @@ class LossScale:
             comes.now()
         return comes
 
-    def _of_scaler(self) -> torch.Tensor | None:
-        """A GradScaler's own tensor, because get_scale() would wait for it.
-
-        None: there is no GradScaler, or it has scaled nothing yet.
-        """
-        return getattr(self._scaler, "_scale", None)
-
 
 def _inverse(scale: torch.Tensor) -> float:
     if not 0 < scale < math.inf:
@@ -79,7 +72,3 @@ def _inverse(scale: torch.Tensor) -> float:
             f"{float(scale):g}"
         )
     return 1 / float(scale)
-
-
-def _unscaled() -> float:
-    return 1.0
