@@ -11,24 +11,15 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
 log = logging.getLogger("scalecom_hvd")
-
-
-class HasState(Protocol):
-    """A ScaleComState, or an optimizer's `compression`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What this rank saves."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what this rank saved."""
-        ...
 
 
 class PerRank:
@@ -44,7 +35,7 @@ class PerRank:
         >>> dcp.load(whole, checkpoint_id="checkpoint")
     """
 
-    def __init__(self, state: HasState) -> None:
+    def __init__(self, state: Stateful) -> None:
         self._state = state
         self._given = b""
 

@@ -47,18 +47,6 @@ def kernel_for(
     return NativeKernel if library is not None else TorchKernel
 
 
-def is_for_c(device: torch.device) -> bool:
-    """Whether the C kernel serves this device, for work that takes plain torch many passes."""
-    return device.type == "cpu" and _asked() in ("", "native") and native.library() is not None
-
-
-def is_for_triton(device: torch.device) -> bool:
-    """Whether Triton serves this device, for work that takes plain torch many launches."""
-    asked = _asked()
-    wanted = asked == "triton" or (device.type == "cuda" and not asked)
-    return wanted and _why_not_triton(device.type) is None
-
-
 def _asked() -> str:
     asked = os.environ.get("SCALECOM_KERNEL", "")
     if asked not in ("", "native", "triton", "torch"):
