@@ -218,7 +218,7 @@ class Truth:
 
     # Saving, loading, and giving up a step.
 
-    _STATE = ("residues", "step_number", "_chosen_ahead")
+    _STATE = ("residues", "step_number", "norms", "_chosen_ahead")
 
     def save(self) -> dict[str, Any]:
         state = {name: getattr(self.reference, name) for name in self._STATE}
