@@ -1,7 +1,6 @@
 """How tensors share collectives: which go into one bucket, where they lie in it, what it costs.
 
 Framework-free: all exchanges, of PyTorch and of TensorFlow, cut, group and count in the same way.
-Imports only lanes and integers.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ nearly as good as the true top-k of what all workers have together (Chen et al.,
 2104.11125, sections 2 and 3). This module turns both into numbers of a user's own training.
 
 `Diagnostics` holds the settings, `draw` chooses the sample, `look` turns what was seen at the
-sample into numbers, and `Files` writes them down. Frameworks bring arrays of NumPy. Imports only
-lanes.
+sample into numbers, and `Files` writes them down. Frameworks bring arrays of NumPy.
 """
 
 from __future__ import annotations

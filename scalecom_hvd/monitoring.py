@@ -1,6 +1,6 @@
 """Shows what `stats()` says during training: in TensorBoard, the log, or a progress bar.
 
-Framework-free: each face says which rank this is. Imports diagnostics.
+Framework-free: each face says which rank this is.
 """
 
 from __future__ import annotations

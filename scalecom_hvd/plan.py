@@ -1,7 +1,7 @@
 """`python -m scalecom_hvd plan`: what each method would cost per training step, and what to set.
 
 The numbers are predictions of scaling.py: the command runs nothing, and needs no framework.
-__main__ writes what `run` gives. Imports config, scaling and training_warnings.
+__main__ writes what `run` gives.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every framework's load_state_dict makes these checks before it changes anything. `state` is what
 state_dict() gave. Each check raises ValueError, which names what is wrong and what to do.
-Framework-free. Imports config and lanes only.
+Framework-free.
 """
 
 from __future__ import annotations

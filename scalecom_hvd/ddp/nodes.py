@@ -2,7 +2,7 @@
 
 The mesh is PyTorch's own for hybrid sharding: nodes times the ranks of each, with dimensions named
 "replicate" and "shard". A sharded model may have other dimensions inside its nodes, for tensor
-parallelism. Imports process_group_collectives.
+parallelism.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The user's optimizer gets a class of its own, which averages gradients before each step. Its methods
 are those of Horovod's optimizer: synchronize, skip_synchronize, and a zero_grad that refuses to
-throw away gradients under way. Imports process_group_collectives, nodes, sharded_optimizer, and
-exchange, local_steps, methods and faces of exchange/.
+throw away gradients under way.
 """
 
 from __future__ import annotations

@@ -25,8 +25,6 @@ Groups go with the optimizer, or the state, for which they were made. Exchanges 
 cycles, so the garbage collector may delete them much later. Meanwhile a thread of each Gloo group
 wakes up a hundred times a second. With 300 idle groups in each of 4 ranks, a core was ten times as
 slow.
-
-Imports agreement, and collectives of exchange/.
 """
 
 from __future__ import annotations

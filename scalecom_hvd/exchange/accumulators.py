@@ -1,7 +1,7 @@
 """Moves on accumulators, acc = m + g: the algorithm as the paper writes it.
 
 They serve methods that send any values at any indices. They are simple rather than fast, and use
-two tensors as large as the bucket. Imports residue and kernels/.
+two tensors as large as the bucket.
 """
 
 from __future__ import annotations

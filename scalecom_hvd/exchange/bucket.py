@@ -2,7 +2,7 @@
 
 It is made once per plan. What lives for one step is in bucket_step.py. Buffers are made once,
 because the allocator could return the script's memory to the system and fetch it again (0.1 of a
-step's time). Imports accumulators, choices, values, integer_values, residue and the rooms below.
+step's time).
 """
 
 from __future__ import annotations

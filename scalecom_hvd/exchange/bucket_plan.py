@@ -1,7 +1,6 @@
 """Which tensors share a bucket.
 
-Ranks decide it together, once, at the end of the first backward. Imports residue, gradients
-and bucket_layout.
+Ranks decide it together, once, at the end of the first backward.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ all ranks, as ScaleCom's leader chooses them. The numbers (1) and (2) are those 
 
 An *offset* is a row in a lane, as it travels. A *position* is an index into one tensor. `places`
 are indices into the accumulators of the whole bucket.
-
-Imports bucket and the rooms below.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Choices: the offsets, and for integers the scales, that one rank sends to all for a bucket.
-
-Imports kernels and the framework-free rooms.
-"""
+"""Choices: the offsets, and for integers the scales, that one rank sends to all for a bucket."""
 
 from __future__ import annotations
 

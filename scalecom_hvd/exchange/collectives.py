@@ -2,7 +2,7 @@
 
 `Collectives` is what the core knows of other ranks. horovod_collectives.py in scalecom_hvd/torch
 implements it with Horovod, and simulator.py for simulated ranks. `Wait` is what a bucket's step
-yields. Imports agreement only.
+yields.
 """
 
 from __future__ import annotations

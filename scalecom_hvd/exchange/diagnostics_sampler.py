@@ -4,7 +4,7 @@ Before the step these are residues and accumulators; after it, the average and t
 This works for every method, because a bucket is looked at from outside: once when its gradients are
 here and nothing has moved yet, and once when all averages are out. Then ranks gather what each of
 them saw, and all compute the same numbers. The exchange calls this only in steps that are due.
-Nothing here changes a bucket. Imports bucket_step and the rooms below.
+Nothing here changes a bucket.
 """
 
 from __future__ import annotations

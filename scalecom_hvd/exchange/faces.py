@@ -1,7 +1,6 @@
 """What the optimizers of all faces have in common: local steps, and names of parameters and groups.
 
 An optimizer that takes local steps is the user's own, with some methods replaced by those below.
-Imports local_steps, optimizer_gradients, methods and unused_averages.
 """
 
 from __future__ import annotations

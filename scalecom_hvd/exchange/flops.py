@@ -1,6 +1,6 @@
 """The paper's guide to per-layer rates: layers that compute much per gradient are compressed less.
 
-Users call it once, before training. Imports PyTorch only.
+Users call it once, before training.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""p.grad as an exchange takes and gives it: flat and contiguous, whatever the script put there.
-
-Imports config.
-"""
+"""p.grad as an exchange takes and gives it: flat and contiguous, whatever the script put there."""
 
 from __future__ import annotations
 

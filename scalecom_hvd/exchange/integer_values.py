@@ -1,6 +1,6 @@
 """The buffer that ranks sum if a bucket's values are integers of few bits: words of fields.
 
-integers.py explains fields. Imports integers.
+integers.py explains fields.
 """
 
 from __future__ import annotations

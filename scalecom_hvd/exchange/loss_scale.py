@@ -2,8 +2,6 @@
 
 A GradScaler keeps its scale on a device. Hooks of backward must not wait for it, so the host reads
 a copy, which begins when backward brings the first gradient.
-
-Imports collectives and devices.
 """
 
 from __future__ import annotations

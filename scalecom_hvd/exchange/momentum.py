@@ -15,8 +15,7 @@ decay that the optimizer adds to gradients is not late, and acts as without Scal
 its part is 1 / (1 - kappa) times as large.
 
 Faces make a QuasiHyperbolic for the parameters that the user's optimizer steps. PyTorch's public
-hooks on optimizers' steps do the rest. Imports collectives, gradients, residue and the
-framework-free rooms.
+hooks on optimizers' steps do the rest.
 """
 
 from __future__ import annotations

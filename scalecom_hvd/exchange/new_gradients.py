@@ -10,8 +10,6 @@ A rank has news if backward gave it gradients since the last exchange. Once in e
 which all ranks call equally often, each rank tells all others whether it has news
 (optimizer_gradients.py). If no rank has, ranks compare what their scripts have in p.grad
 (`came_by_hand`).
-
-Imports collectives, face, gradients and unused_averages.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ goes beyond the peers: whether a step counts. In another shard, a gradient may n
 exchange may have failed.
 
 If each rank has the whole model, `Shards` cuts its gradients, and puts the averages together again.
-Imports collectives, gradients and saved_state.
 """
 
 from __future__ import annotations

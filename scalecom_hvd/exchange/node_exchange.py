@@ -2,7 +2,7 @@
 
 Gradients are first averaged inside the node, while backward goes on. The exchange averages this
 rank's shard of them between nodes, and the node's ranks put their shards together again. Ranks
-begin and end these sums in the same order. Imports exchange, node and methods/base.
+begin and end these sums in the same order.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ may change it on its way, or put something there by hand (new_gradients.py).
 In every synchronize(), ranks make one all-reduce besides the data, the *header*. It says whether
 some rank has new gradients, whether some rank's script changed gradients while they were being
 averaged, and whether some rank has given up what ranks agreed on. If gradients were changed, all
-ranks refuse together. If some rank gave up, all ranks agree anew. Imports exchange, node_exchange,
-new_gradients and the rooms below.
+ranks refuse together. If some rank gave up, all ranks agree anew.
 """
 
 from __future__ import annotations

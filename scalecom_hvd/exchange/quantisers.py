@@ -4,7 +4,7 @@ A `Quantiser` turns values into bytes and back, however they were chosen. With i
 methods/quantised_values.py exchanges values between ranks. Horovod sums nothing narrower than 16
 bits, so they are gathered, as long as that is less traffic. Then each rank sends its k values of b
 bits n - 1 times; if they were summed, it would send values of 32 bits 2 (n-1)/n times. So gathering
-is less traffic while n b < 64, where b includes the scales. Imports devices.
+is less traffic while n b < 64, where b includes the scales.
 """
 
 from __future__ import annotations

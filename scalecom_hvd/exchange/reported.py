@@ -1,7 +1,4 @@
-"""The gradients of the step in progress, as they were reported to an exchange.
-
-Imports gradients and devices.
-"""
+"""The gradients of the step in progress, as they were reported to an exchange."""
 
 from __future__ import annotations
 

@@ -5,9 +5,6 @@ scalecom_hvd/torch) makes the steps. A `Run` holds what both have to remember fr
 saves and loads this, compares it between ranks, and begins it anew. Every method has a run from the
 start, because a state may be loaded before there is an optimizer. An averager that is made for the
 method then serves the run.
-
-Imports residue, collectives, gradients, node and the framework-free rooms, and methods for types
-only.
 """
 
 from __future__ import annotations

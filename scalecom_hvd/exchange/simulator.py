@@ -4,8 +4,7 @@ Every rank is a thread, but only one runs at a time, until it waits for another 
 the same results every time. If ranks wait for something that nobody will ever submit, this is an
 error at once, never a hang. Collectives meet by name. Sums are made in the order of ranks.
 
-This is for studies with more workers than there are machines, and for tests. Imports local_steps,
-methods and the rooms below.
+This is for studies with more workers than there are machines, and for tests.
 """
 
 from __future__ import annotations

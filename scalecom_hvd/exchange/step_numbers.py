@@ -1,4 +1,4 @@
-"""Numbers of an exchange's last step, for Method.stats(). Imports the framework-free rooms."""
+"""Numbers of an exchange's last step, for Method.stats()."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The buffer that ranks sum for a bucket: values, whole tensors, flags and a count.
-
-Imports kernels.
-"""
+"""The buffer that ranks sum for a bucket: values, whole tensors, flags and a count."""
 
 from __future__ import annotations
 

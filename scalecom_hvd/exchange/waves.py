@@ -14,8 +14,6 @@ holds for every other rank, so each collective is completed.
 Why there are waves: if a rank got far while gradients arrived, some of its channels have begun
 their second bucket. Which channels these are differs from rank to rank. If a rank waited for such a
 bucket before it ended the first wave, it could wait for a rank that waits for it.
-
-Imports bucket_step, collectives and methods/state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""horovod.torch.broadcast_parameters, which also works for models with local steps.
-
-Imports only faces of exchange/.
-"""
+"""horovod.torch.broadcast_parameters, which also works for models with local steps."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ rank, and would wait forever. The same holds for a differentiable collective in 
 model, named or not: its backward calls unnamed ones (mpi_ops.py, HorovodAllgather).
 
 Here the script's collectives have counters of their own. These start from zero whenever Horovod is
-started again, as Horovod's does: in elastic runs, a new rank has called none yet. Imports only
-horovod_collectives.
+started again, as Horovod's does: in elastic runs, a new rank has called none yet.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """ScaleCom as users of Horovod's own DistributedOptimizer give it: a compressor of Horovod's kind.
 
-per_tensor.py does the work. Imports per_tensor, horovod_collectives and exchange.
+per_tensor.py does the work.
 """
 
 from __future__ import annotations

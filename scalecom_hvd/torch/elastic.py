@@ -6,8 +6,6 @@ and the other methods, for optimizers that use them, and for models. So TorchSta
 these once scalecom_hvd.torch is imported. All ranks get rank 0's model and optimizer, but never its
 residues. With local steps, every rank keeps its own parameters and optimizer, and new ranks get the
 common parameters.
-
-Imports broadcast, exchange/local and exchange/methods.
 """
 
 from __future__ import annotations

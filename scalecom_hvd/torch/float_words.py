@@ -6,7 +6,7 @@ q_f * 2**(b f), with b bits per field. This is as in integers.py, except that a 
 itself, with its sign. A one goes before the words: its value in the result tells what the words
 were multiplied by. Each multiplication and addition rounds, by 2**-24 of the sum. A word has so few
 fields that all this rounding together stays below a quarter. The nearest whole numbers are then the
-right ones. Imports integers.
+right ones.
 """
 
 from __future__ import annotations

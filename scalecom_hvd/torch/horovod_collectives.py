@@ -6,7 +6,7 @@ For a tensor on a GPU, Horovod reads what the current stream had enqueued when t
 submitted (0.28.1, torch/ready_event.cc: it records an event there). It reports a collective as done
 when the device has done it (common/ops/gpu_operations.cc, FinalizeGPUQueue: a thread waits for its
 events). The exception is work that Horovod then does itself on the default stream; see
-`_ENDS_ON_DEFAULT_STREAM`. Imports agreement, and collectives of exchange/.
+`_ENDS_ON_DEFAULT_STREAM`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which ranks share a node, and which are peers, as Horovod's process sets.
-
-Imports horovod_collectives, and node of exchange/.
-"""
+"""Which ranks share a node, and which are peers, as Horovod's process sets."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ have said whether they have news. This is safe, because it happens in synchroniz
 call equally often. When the last average has come, each rank tells the others how it stands
 (`signal`): whether its script changed gradients on their way, and whether the rank still holds to
 what ranks agreed on. In every step, a rank calls `tell` or `ask`, and then `signal`. If a step is
-given up before its signal, what was told stands. Imports new_gradients and unused_averages
-of exchange/.
+given up before its signal, what was told stands.
 """
 
 from __future__ import annotations

@@ -6,9 +6,6 @@ optimizer.py:598). This module makes its class in the same way, with Horovod's t
 replaced. Hooks, accumulation, clipping, closures and state remain Horovod's. synchronize and
 load_state_dict do too, but they look at the exchange first. With local steps there are no hooks,
 and `step` is replaced as well.
-
-Imports horovod_collectives, horovod_nodes, and faces, local_steps, methods and optimizer_gradients
-of exchange/.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ If no rank has a new gradient, Horovod's synchronize() compresses every gradient
 (news.py). Then the gradients are sent and averaged as without compression, and residues,
 leader and step stay as they are. Before ranks have agreed for the first time, they cannot know this
 when a step begins. Then they roll the step back at its end.
-
-Imports float_words, horovod_collectives, news and exchange.
 """
 
 from __future__ import annotations

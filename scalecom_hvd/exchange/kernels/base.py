@@ -3,7 +3,7 @@
 A kernel is made once for tensors that share their buffers of offsets and values (one `TensorSlot`
 for each tensor), and whose gradients have one dtype. It makes every move for all these tensors at
 once. choice.py picks the kernel. All kernels give the same results, to the bit, and the results of
-reference.py. Imports devices, gradients, lanes and integers.
+reference.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The C kernel (native/lanes.c). Imports base and native."""
+"""The C kernel (native/lanes.c)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel in plain torch. Imports base, lanes and integers."""
+"""The kernel in plain torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What local steps send: fragments of the model, clipped changes, and synchronisations under way.
-
-Imports collectives, values and bucket_layout.
-"""
+"""What local steps send: fragments of the model, clipped changes, synchronisations under way."""
 
 from __future__ import annotations
 

@@ -25,9 +25,6 @@ When ranks wait: `step` waits for all ranks at the first step, where they compar
 step at which ranks synchronise. With an overlap, it waits tau steps later; if changes are clipped,
 it also waits at once. All this depends only on how many steps were taken. So every rank has to take
 every step, even one with a bad gradient.
-
-Imports exchange, outer_step, own_parameters, changes, rounds_agreement, rounds_alive, methods/base
-and the rooms below.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 outer is a torch optimizer that all ranks step alike, with the average as its gradient (DiLoCo,
 Douillard et al., 2023, arXiv 2311.08105). Its state is the same on all ranks; newcomers take over
 the state of the others. Without an outer optimizer, the average is subtracted.
-
-Imports collectives and gradients.
 """
 
 from __future__ import annotations

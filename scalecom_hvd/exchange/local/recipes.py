@@ -1,7 +1,4 @@
-"""Settings of papers, by name, as arguments of every face's DistributedOptimizer.
-
-Imports methods and quantisers.
-"""
+"""Settings of papers, by name, as arguments of every face's DistributedOptimizer."""
 
 from __future__ import annotations
 

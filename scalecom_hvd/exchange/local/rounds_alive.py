@@ -1,7 +1,7 @@
 """Finds the local steps of this process by the memory addresses of their parameters.
 
 broadcast_parameters and elastic states are given tensors, and ask which local steps have them as
-parameters. Imports background_thread, and local_steps for types only.
+parameters.
 """
 
 from __future__ import annotations
