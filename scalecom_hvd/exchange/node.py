@@ -6,7 +6,7 @@ it: they are the Collectives of an Exchange. So an exchange sees ordinary tensor
 goes beyond the peers: whether a step counts. In another shard, a gradient may not be finite, or the
 exchange may have failed.
 
-If each rank has the whole model, `Shards` cuts its gradients, and puts the averages together again.
+If each rank has the whole model, node_exchange.py cuts its gradients, and puts averages together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from scalecom_hvd.exchange.collectives import CollectiveError, Collectives, Work
-from scalecom_hvd.exchange.gradients import wide_dtype
 from scalecom_hvd.saved_state import Saved
 
 GAVE_UP, VOID, SOUND = range(3)
@@ -131,73 +130,3 @@ class Node:
     def state_dict(self) -> Saved:
         """Which shard this rank's residues belong to."""
         return {"shard": [self.position, self.size]}
-
-
-class Shards:
-    """This rank's shard of every tensor of a model that all ranks have whole.
-
-    A shard is a contiguous run of the flattened tensor. Shards of a small tensor may be empty.
-
-    Args:
-        whole: {name: tensor} of the model's tensors. Their numbers are not read.
-        node: the node that has the other shards.
-
-    Attributes:
-        like: {name: tensor} with the shards' sizes, dtypes and devices, but without numbers.
-    """
-
-    def __init__(self, whole: Mapping[str, torch.Tensor], node: Node) -> None:
-        node.whole = {name: tuple(tensor.shape) for name, tensor in whole.items()}
-        self._parts: dict[str, slice] = {}
-        self.like: dict[str, torch.Tensor] = {}
-        for name, tensor in whole.items():
-            size = -(-tensor.numel() // node.size)
-            begin = min(node.position * size, tensor.numel())
-            self._parts[name] = slice(begin, min(begin + size, tensor.numel()))
-            length = self._parts[name].stop - begin
-            self.like[name] = tensor.detach().new_zeros(1).expand(length)
-
-    def cut(self, name: str, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a flattened tensor: a view."""
-        return flat[self._parts[name]]
-
-
-class WholeBuffer:
-    """A buffer of gradients that is averaged in a node, and made whole again after the exchange.
-
-    Args:
-        buffer: (N,). Its numbers become averages.
-        node: the node over which they are averaged.
-        name: a name that no other buffer under way has.
-
-    Attributes:
-        buffer: the same.
-    """
-
-    def __init__(self, buffer: torch.Tensor, node: Node, name: str) -> None:
-        self.buffer, self._node, self._name = buffer, node, name
-        # In narrow dtypes, sums would overflow, or lose small values.
-        wide = buffer.to(wide_dtype(buffer)).div_(node.size) if self._is_narrow() else None
-        self._wide = buffer.div_(node.size) if wide is None else wide
-        self._work: Work | None = node.add_up(self._wide, name)
-
-    def _is_narrow(self) -> bool:
-        return self.buffer.dtype != wide_dtype(self.buffer)
-
-    def is_averaged(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._work is None or self._work.done()
-
-    def wait(self) -> None:
-        """Wait for the sum that is under way. The buffer then holds it."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
-            if self._is_narrow():
-                self.buffer.copy_(self._wide)
-
-    def complete(self) -> None:
-        """Begin to add other ranks' shards to the buffer, which holds this rank's, and zeros."""
-        if self._is_narrow():
-            self._wide.copy_(self.buffer)
-        self._work = self._node.add_up(self._wide, self._name)

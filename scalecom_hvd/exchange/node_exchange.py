@@ -1,30 +1,62 @@
 """An exchange with a node in front of it: whole gradients in, averages over all ranks out.
 
 Gradients are first averaged inside the node, while backward goes on. The exchange averages this
-rank's shard of them between nodes, and the node's ranks put their shards together again. Ranks
-begin and end these sums in the same order.
+rank's shard of them between nodes, and the node's ranks put their shards together again. A shard is
+a contiguous run of the flattened tensor. Shards of a small tensor may be empty. Ranks begin and end
+sums in the node in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 
-from scalecom_hvd.exchange.collectives import Collectives
+from scalecom_hvd.exchange.collectives import Collectives, Work
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.face import Face, Options
+from scalecom_hvd.exchange.gradients import wide_dtype
 from scalecom_hvd.exchange.methods.base import Method
-from scalecom_hvd.exchange.node import Node, Shards, WholeBuffer
+from scalecom_hvd.exchange.node import Node
 
 
-class _Brought(NamedTuple):
-    """A buffer that is averaged inside the node, and the gradients that are parts of it."""
+class _Brought:
+    """A buffer of gradients that is averaged in the node, and made whole again after the exchange.
 
-    buffer: WholeBuffer
-    gradients: Mapping[str, torch.Tensor]
-    trained: bool
+    Args:
+        node: the node over which it is averaged.
+        buffer, gradients, what, trained: see NodeExchange.bring.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        buffer: torch.Tensor,
+        gradients: Mapping[str, torch.Tensor],
+        what: str,
+        trained: bool,
+    ) -> None:
+        self.buffer, self.gradients, self.trained = buffer, gradients, trained
+        self._node, self._what = node, what
+        # In narrow dtypes, sums would overflow, or lose small values. A wide buffer is its own sum.
+        self._wide = buffer.to(wide_dtype(buffer)).div_(node.size)
+        self._work: Work | None = node.add_up(self._wide, what)
+
+    def is_averaged(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or self._work.done()
+
+    def wait(self) -> None:
+        """Wait for the sum that is under way. The buffer then holds it."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+            self.buffer.copy_(self._wide)
+
+    def complete(self) -> None:
+        """Begin to add other ranks' shards to the buffer, which holds this rank's, and zeros."""
+        self._wide.copy_(self.buffer)
+        self._work = self._node.add_up(self._wide, self._what)
 
 
 class NodeExchange:
@@ -37,7 +69,6 @@ class NodeExchange:
 
     Attributes:
         exchange: the exchange of shards between nodes.
-        shards: this rank's shard of each tensor.
     """
 
     def __init__(
@@ -53,8 +84,11 @@ class NodeExchange:
         # A single node has nothing to exchange. But ranks that ask each other for news have to
         # agree, which an exchange does.
         self._is_alone = peers.size == 1 and face is None
-        self.shards = Shards(like, node)
-        self.exchange = Exchange(self.shards.like, method, peers, options, face=face, node=node)
+        node.whole = {name: tuple(tensor.shape) for name, tensor in like.items()}
+        shards = {
+            n: self.cut(n, t.detach().new_zeros(1).expand(t.numel())) for n, t in like.items()
+        }
+        self.exchange = Exchange(shards, method, peers, options, face=face, node=node)
         self._brought: list[_Brought] = []
         # How many of them the exchange has.
         self._reported = 0
@@ -63,6 +97,11 @@ class NodeExchange:
         """Report a complete gradient of this rank; see Exchange. It is averaged in place."""
         flat = self._zeros(name) if flat is None else flat
         self.bring(flat, {name: flat}, name, trained)
+
+    def cut(self, name: str, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a flattened tensor: a view."""
+        size = -(-self._like[name].numel() // self._node.size)
+        return flat[self._node.position * size : (self._node.position + 1) * size]
 
     def _zeros(self, name: str) -> torch.Tensor:
         like = self._like[name]
@@ -85,9 +124,9 @@ class NodeExchange:
         """
         if not self._brought:
             self._node.bytes_sent = 0
-        self._brought.append(_Brought(WholeBuffer(buffer, self._node, what), gradients, trained))
+        self._brought.append(_Brought(self._node, buffer, gradients, what, trained))
         while not self._is_alone and self._reported < len(self._brought):
-            if not self._brought[self._reported].buffer.is_averaged():
+            if not self._brought[self._reported].is_averaged():
                 return
             self._report_next()
 
@@ -95,9 +134,9 @@ class NodeExchange:
         """Wait for the node's next average, and give the exchange this rank's shards of it."""
         own = self._brought[self._reported]
         self._reported += 1
-        own.buffer.wait()
+        own.wait()
         for name, gradient in own.gradients.items():
-            self.exchange.ready(name, self.shards.cut(name, gradient.reshape(-1)), own.trained)
+            self.exchange.ready(name, self.cut(name, gradient.reshape(-1)), own.trained)
 
     @torch.no_grad()
     def finish(self) -> dict[str, torch.Tensor]:
@@ -113,7 +152,7 @@ class NodeExchange:
 
     def _finish_in_node(self) -> dict[str, torch.Tensor]:
         for own in self._brought:
-            own.buffer.wait()
+            own.wait()
         return {name: own for brought in self._brought for name, own in brought.gradients.items()}
 
     def _put_together(self, shards: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -121,17 +160,17 @@ class NodeExchange:
         shards = {name: average.clone() for name, average in shards.items()}  # parts of buffers
         averages = {}
         for own in self._brought:
-            own.buffer.buffer.zero_()
+            own.buffer.zero_()
             for name in own.gradients.keys() & shards.keys():
                 gradient = averages[name] = own.gradients[name]
                 flat = gradient.reshape(-1)
-                self.shards.cut(name, flat).copy_(shards[name])
+                self.cut(name, flat).copy_(shards[name])
                 if flat.data_ptr() != gradient.data_ptr():
                     gradient.copy_(flat.view(gradient.shape))
-            own.buffer.complete()
+            own.complete()
         submitted = self._node.note_submitted()
         for own in self._brought:
-            own.buffer.wait()
+            own.wait()
         if submitted is not None:
             submitted.wait()
         return averages
@@ -140,8 +179,7 @@ class NodeExchange:
         """See Exchange. In the node, all ranks have to send what some have sent."""
         self.exchange.complete_collectives(alike)
         for name in self._like.keys() - {n for own in self._brought for n in own.gradients}:
-            buffer = WholeBuffer(self._zeros(name), self._node, name)
-            self._brought.append(_Brought(buffer, {}, True))
+            self._brought.append(_Brought(self._node, self._zeros(name), {}, name, True))
         self._finish_in_node()
         self.forget()
 

@@ -138,7 +138,7 @@ def test_nothing_is_lost(compression):
         with wrapped.skip_synchronize():
             wrapped.step()
     assert same_on_all_ranks(model.parameters())
-    shards = wrapped._gradients._stage.shards
+    stage = wrapped._gradients._stage
     _, place = divmod(hvd.rank(), hvd.size() // NODES)
     for name, total in left.items():
         total = hvd.allreduce(total, op=hvd.Average, name="left")
@@ -147,7 +147,7 @@ def test_nothing_is_lost(compression):
             assert total.abs().max() < 1e-9
             continue
         waits = torch.zeros_like(total)
-        shards.cut(name, waits.view(-1)).copy_(tensor.residue / tensor.beta)
+        stage.cut(name, waits.view(-1)).copy_(tensor.residue / tensor.beta)
         waits = hvd.allreduce(waits, op=hvd.Sum, name="waits") / NODES
         assert total.any()
         torch.testing.assert_close(total, waits, rtol=1e-4, atol=1e-6)
