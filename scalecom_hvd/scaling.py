@@ -1,8 +1,7 @@
 """A model of how long a training step takes, with each method on 2 to 4096 workers.
 
 `python -m scalecom_hvd plan` uses it to say what a method would bring.
-scripts/bench/scaling_model.py fits its constants to what `make bench` measured. Framework-free;
-imports config and integers.
+scripts/bench/scaling_model.py fits its constants to what `make bench` measured. Framework-free.
 
 This is the model (all of it is in `traffic` and `predict`). Gradients become ready evenly over
 backward, which is two thirds of the compute. A bucket's collectives follow each other, and those of

@@ -52,14 +52,10 @@ def peers_of(mesh: DeviceMesh, devices: Iterable[torch.device]) -> ProcessGroupC
 
 def ranks_of_node(mesh: DeviceMesh, devices: Iterable[torch.device]) -> ProcessGroupCollectives:
     """The ranks of this rank's node, which make sums. All ranks must call this."""
-    return ProcessGroupCollectives(_inside(mesh).get_group(), sums=True, devices=devices)
-
-
-def _inside(mesh: DeviceMesh) -> DeviceMesh:
-    """This rank's node, as a mesh of one dimension."""
     names = mesh.mesh_dim_names[1:]
     # The name is of this mesh alone, because its root mesh may be cut into nodes in other ways too.
-    return mesh[names] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+    inside = mesh[names] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+    return ProcessGroupCollectives(inside.get_group(), sums=True, devices=devices)
 
 
 def check_same_ranks(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:

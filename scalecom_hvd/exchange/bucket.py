@@ -7,6 +7,7 @@ step's time).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -111,8 +112,6 @@ class Bucket:
         self._scale_of = scale_numbers(self.counts).to(self._device) if has_index else None
         self.kernels: list[tuple[Kernel, list[int]]] = []
         self._grad_dtypes: list[torch.dtype] | None = None
-        self._whole_values: Values | None = None
-        self._accumulators: Accumulators | None = None
 
     @property
     def is_large(self) -> bool:
@@ -133,25 +132,19 @@ class Bucket:
         ]
         self._grad_dtypes = dtypes
 
-    @property
+    @functools.cached_property
     def whole_values(self) -> Values:
         """The buffer of steps that are sent whole."""
-        if self._whole_values is None:
-            self._whole_values = Values(
-                0, self._n_flags, self._like, self._dense_dtype, self._device
-            )
-        return self._whole_values
+        return Values(0, self._n_flags, self._like, self._dense_dtype, self._device)
 
     def drop_whole_values(self) -> None:
         """Free the buffer of steps that are sent whole: there are no more such steps."""
-        self._whole_values = None
+        vars(self).pop("whole_values", None)
 
-    @property
+    @functools.cached_property
     def accumulators(self) -> Accumulators:
         """The accumulators, for methods that need them."""
-        if self._accumulators is None:
-            self._accumulators = Accumulators(self.tensors, self.slots)
-        return self._accumulators
+        return Accumulators(self.tensors, self.slots)
 
     def averages(self, offsets: torch.Tensor) -> torch.Tensor:
         """The averages (k,) of values that were taken at these offsets, once they have arrived."""

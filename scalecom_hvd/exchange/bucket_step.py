@@ -354,18 +354,15 @@ class BucketStep:
     def _averages_of_halves(self) -> Iterable[torch.Tensor]:
         """The averages of float16 gradients, in the gradients' units."""
         halves = [name for name, grad in self.grads.items() if grad.dtype == torch.float16]
-        if halves and not self.whole:
-            compressed = dict(zip(self.compressed, self._compressed_averages(), strict=True))
+        places = {name: i for i, name in enumerate(self.compressed) if halves}
         for name in halves:
-            if self.whole or name not in self.compressed:
+            if name in self._reduced.whole:
                 yield self._reduced.whole[name].float()
+            elif self._apart is not None:
+                yield self._apart.averages[places[name]].float() / self.scale
             else:
-                yield compressed[name].float() / self.scale
-
-    def _compressed_averages(self) -> Iterable[torch.Tensor]:
-        if self._apart is not None:
-            return self._apart.averages
-        return [slot.values(self._received[1]) for slot in self._bucket.slots]
+                slot = self._bucket.slots[places[name]]
+                yield slot.values(self._received[1]).float() / self.scale
 
     def residue_norm(self) -> float:
         """The norm of the residues. Reads all."""

@@ -19,9 +19,7 @@ A step may be taken in parts, each of some buckets (fragments of local steps). E
 as above. All parts have the step's number, and the last part ends the step.
 
 An exchange knows no parameter and no p.grad. Where gradients come from, and where averages go, is a
-face's affair: optimizer_gradients.py, DDP's hook, sharded gradients, local steps. Imports
-methods/base, waves, bucket_plan, diagnostics_sampler, face, reported, residue_copies, node, run and
-the rooms below.
+face's affair: optimizer_gradients.py, DDP's hook, sharded gradients, local steps.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from scalecom_hvd.agreement import Names, Settings, compare_ranks
-from scalecom_hvd.bucket_layout import Stats
+from scalecom_hvd.bucket_layout import Stats, step_stats
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.bucket import Bucket
@@ -53,10 +51,11 @@ from scalecom_hvd.exchange.reported import Gradient, Reported
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.residue_copies import ResidueCopies
 from scalecom_hvd.exchange.run import Averager
-from scalecom_hvd.exchange.step_numbers import StepNumbers
 from scalecom_hvd.exchange.waves import MOST_CHANNELS, Progress, Waves
 from scalecom_hvd.saved_state import Saved
 from scalecom_hvd.schedule import leader
+
+_KINDS = ("offsets", "values", "dense", "gathered", "collectives")
 
 
 class Exchange(Averager):
@@ -132,7 +131,11 @@ class Exchange(Averager):
         self._elsewhere: set[str] = set()
         self._whole = False
         self._unscaling: Wait[float] | None = None  # None: gradients are not scaled
-        self._numbers = StepNumbers(list(like))
+        # Bytes that the step in progress has submitted by kind, and the number of its collectives.
+        self._submitted = dict.fromkeys(_KINDS, 0)
+        # Of the last finished step, or part of one: what it submitted, whether it ended the step,
+        # how many elements of each compressed tensor were chosen, and the names of its tensors.
+        self._last = self._submitted, True, dict[str, int](), list(like)
         if part_of is None:
             self._method.run.begin(self._like, self)
 
@@ -370,7 +373,7 @@ class Exchange(Averager):
             # host waits. Mostly the copy began when forward began, and is here.
             self._unscaling.now()
         self._whole = self._must_send_whole()
-        self._numbers.begin()
+        self._submitted = dict.fromkeys(_KINDS, 0)  # what travels still may count in the old one
         self._copies.begin_step(sends=not self._whole)
 
     def _must_send_whole(self) -> bool:
@@ -400,7 +403,7 @@ class Exchange(Averager):
             step,
             self.residues.step,
             self.leader_at,
-            self._numbers.submitted,
+            self._submitted,
         )
         if self._looks():
             self._sampler.before(step)
@@ -435,11 +438,17 @@ class Exchange(Averager):
         names = [name for step in steps for name in step.names]
         ends = self.part is None or self.part.is_last
         chosen = {} if self._whole else {n: t.geometry.k for n, t in self.residues.tensors.items()}
-        self._numbers.end(ends, chosen, names)
+        self._last = dict(self._submitted), ends, chosen, names
         if self.node is not None:
             counts = self.node.counts(counts, self.residues.step)
         self.has_sent = counts and not self._whole
-        self._commit(part, unused, ends) if counts else self._roll_back(part)
+        if counts:
+            self._commit(part, unused, ends)
+        else:  # as if it never happened: some rank had a gradient that is not finite
+            self.residues.note_skipped_step()
+            for progress in part:
+                progress.roll_back()
+                progress.step.spoil()
         averages = {name: average for each in part for name, average in each.end().items()}
         self._arrived = Reported(self._like)
         used = averages.keys() - unused
@@ -491,7 +500,7 @@ class Exchange(Averager):
         if self._norms and len(self._norms) == sum(bool(b.compressed) for b in self.buckets):
             self.residues.look(list(self._norms.values()))
         self._norms = {}
-        self._method.run.note_step()
+        self.residues.note_step()
         if self.residues.step == self.residues.warmup and self.residues.enter_stage():
             self._change_lanes()
         elif self._whole and self.residues.step >= self.residues.whole_steps:
@@ -511,16 +520,6 @@ class Exchange(Averager):
             progress.complete_state()
         self._method.run.begin_equal_state_anew()
         self._make_buckets(self.residues.buckets)
-
-    def _roll_back(self, part: Sequence[Progress]) -> None:
-        """Roll the step back as if it never happened: some rank had a gradient that is not finite.
-
-        Gradients become NaN on every rank.
-        """
-        self.residues.note_skipped_step()
-        for progress in part:
-            progress.roll_back()
-            progress.step.spoil()
 
     def _abort(self, restarted: bool = False) -> None:
         """Roll back and forget what was done of a step, for example if a collective failed."""
@@ -589,9 +588,11 @@ class Exchange(Averager):
 
     def stats(self) -> Stats:
         """Numbers of the last step taken; see Method.stats."""
-        dense = {n: p.numel() for n, p in self._like.items() if n not in self._elsewhere}
-        last, size = self._numbers.last(self.residues.step), self.collectives.size
-        numbers = self._numbers.stats(size, self.leader_at(last, 0) if size else 0, dense)
+        submitted, has_ended, chosen, names = self._last
+        elements = {n: self._like[n].numel() for n in names if n not in self._elsewhere}
+        step, size = max(self.residues.step - has_ended, 0), self.collectives.size
+        chose = self.leader_at(step, 0) if size else 0
+        numbers = step_stats(size, chose, elements, chosen, **submitted)
         if self.node is not None:
             numbers |= {"ranks_per_node": self.node.size, "bytes_in_node": self.node.bytes_sent}
         numbers["averages_thrown_away"] = self._copies.thrown_away

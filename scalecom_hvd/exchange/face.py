@@ -1,7 +1,6 @@
 """What uses an exchange: an optimizer, DDP's hook, sharded gradients, local steps.
 
-`Options` is what it says to the exchange once, and `Face` what the exchange asks of it. Imports
-bucket_plan and unused_averages.
+`Options` is what it says to the exchange once, and `Face` what the exchange asks of it.
 """
 
 from __future__ import annotations

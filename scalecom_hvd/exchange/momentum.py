@@ -84,19 +84,11 @@ def _of_adam(group: Kept, state: Kept, steps: int) -> Size:
     return 1 - float(group["betas"][0]) ** counted
 
 
-def _of_lion(group: Kept, state: Kept, steps: int) -> Size:
-    return 1 - float(group["betas"][1]) ** steps
-
-
-def _of_muon(group: Kept, state: Kept, steps: int) -> Size:
-    return 1 - float(group["momentum"]) ** steps
-
-
 _ADAM = Momentum("exp_avg", _of_adam)
 MOMENTA = {
     "SGD": Momentum("momentum_buffer", _of_sgd),
-    "Muon": Momentum("momentum_buffer", _of_muon),
-    "Lion": Momentum("exp_avg", _of_lion),
+    "Muon": Momentum("momentum_buffer", lambda group, _, n: 1 - float(group["momentum"]) ** n),
+    "Lion": Momentum("exp_avg", lambda group, _, n: 1 - float(group["betas"][1]) ** n),
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Lamb", "LAMB", "Adan"), _ADAM),
 }
 """{name of an optimizer's class: its momentum}. A subclass is taken for its base."""

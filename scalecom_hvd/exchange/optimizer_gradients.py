@@ -143,7 +143,12 @@ class OptimizerGradients(StartsAlike):
             exchange.notice_restart()
             stays_sparse = parameter.grad.is_sparse and not self._sparse_as_dense
             if name in self._sparse or (stays_sparse and not exchange.agreed):
-                self._check_sparse(name)
+                if self._node is not None:
+                    raise RuntimeError(
+                        f"the gradient of {name} is sparse, but sparse gradients are not averaged "
+                        "between nodes. Give sparse_as_dense=True, or make the embedding with "
+                        "sparse=False"
+                    )
                 self._sparse[name] = self._send_sparse(parameter)
                 self._mark(name)
                 exchange.ready_elsewhere(name)
@@ -153,13 +158,6 @@ class OptimizerGradients(StartsAlike):
             if self._node is not None:  # p.grad stays what the script sees
                 flat = flat.clone()
             self._stage.ready(name, flat, parameter.requires_grad)
-
-    def _check_sparse(self, name: str) -> None:
-        if self._node is not None:
-            raise RuntimeError(
-                f"the gradient of {name} is sparse, but sparse gradients are not averaged between "
-                "nodes. Give sparse_as_dense=True, or make the embedding with sparse=False"
-            )
 
     def _mark(self, name: str) -> None:
         """Note that a gradient is on its way. If a script changed it now, that would be lost."""
@@ -240,7 +238,10 @@ class OptimizerGradients(StartsAlike):
             if not (is_any_fresh or self._came_by_hand()):
                 return False
             if is_any_changed:
-                self._refuse_changes(alike=not has_any_given_up)
+                self._stage.complete_collectives(alike=not has_any_given_up)
+                for wait in () if has_any_given_up else self._sparse.values():
+                    wait()
+                raise RuntimeError(CHANGED)
             if not has_any_given_up:
                 return True
             # If this rank has begun a step, the step is rolled back, and begins again once ranks
@@ -282,12 +283,6 @@ class OptimizerGradients(StartsAlike):
         if changed:
             self.exchange.keep_gradients()
         return bool(changed)
-
-    def _refuse_changes(self, alike: bool) -> None:
-        self._stage.complete_collectives(alike)
-        for wait in self._sparse.values() if alike else ():
-            wait()
-        raise RuntimeError(CHANGED)
 
     # What the exchange calls.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -276,7 +277,8 @@ class Run:
         norms_of(state)  # raises, if they are damaged
         if averager is not None:
             averager.check_state(state)
-            check_shard(state, shard_of(averager))
+            node = averager.node
+            check_shard(state, (0, 1) if node is None else (node.position, node.size))
             _note_rank(state, averager.collectives)
 
     def _complete(self, complaint: str) -> None:
@@ -299,7 +301,7 @@ class Run:
         if "offsets" in by_kind:
             saved["offsets"] = by_kind.pop("offsets")
         if by_kind or self.method_state:
-            own = {what: _copied(value) for what, value in self.method_state.items()}
+            own = copy.deepcopy(self.method_state)
             saved["method_state"] = {"tensors": by_kind, "method": own}
         return saved
 
@@ -392,10 +394,6 @@ class Run:
                 if what in first:
                     state[what] = first[what]
 
-    def note_step(self) -> None:
-        """Note that a step counts, on all ranks."""
-        self.residues.note_step()
-
     def take_state(self, states: Sequence[State]) -> None:
         """Keep the state that the buckets of a step gave, because the step counted."""
         self._loaded = None
@@ -476,12 +474,6 @@ class Run:
         )
 
 
-def shard_of(averager: Averager) -> tuple[int, int]:
-    """Which shard of each tensor this rank holds, and how many shards there are."""
-    node = averager.node
-    return (0, 1) if node is None else (node.position, node.size)
-
-
 def _note_rank(state: Saved, collectives: Collectives) -> None:
     """Warn of a state that another rank saved.
 
@@ -508,7 +500,3 @@ def _saved_states(state: Saved) -> dict[str, Mapping[str, torch.Tensor]]:
 
 def _shape(value: object) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

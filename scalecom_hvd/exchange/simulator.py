@@ -245,7 +245,7 @@ class SimulatedCollectives:
     def __init__(
         self, network: Network, position: int, sums: bool = False, predivide: float = 1.0
     ) -> None:
-        self._network = network
+        self._submit = functools.partial(network.submit, position)
         self.position = position
         self.size = network.n
         self.share = 1.0 if sums else 1 / network.n
@@ -278,11 +278,6 @@ class SimulatedCollectives:
         what = ("gather", tensor.dtype, tuple(tensor.shape[1:]))
         return self._submit(name, what, tensor, torch.cat)
 
-    def _submit(
-        self, name: str, what: tuple[object, ...], tensor: torch.Tensor, combine: Combine
-    ) -> SimulatedWork:
-        return self._network.submit(self.position, name, what, tensor, combine)
-
 
 def _broadcast(buffers: list[torch.Tensor], root: int) -> None:
     for rank, buffer in enumerate(buffers):
@@ -303,11 +298,6 @@ def _reduce(buffers: list[torch.Tensor], divide: bool, predivide: float) -> None
         total.div_(len(buffers))
     for buffer in buffers[1:]:
         buffer.copy_(total)
-
-
-def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal to the bit, so that NaN equals NaN. Sparse ones always are."""
-    return one.is_sparse or torch.equal(as_bytes(one), as_bytes(other))
 
 
 class Simulation:
@@ -405,7 +395,8 @@ class Simulation:
         steps = zip(range(n), grads, orders, strict=True)
         averages = self._run([functools.partial(self._step, *step) for step in steps])
         for rank, name in itertools.product(range(1, n), averages[0]):
-            if not _are_same(averages[0][name], averages[rank][name]):
+            one, other = averages[0][name], averages[rank][name]
+            if not (one.is_sparse or torch.equal(as_bytes(one), as_bytes(other))):
                 raise RuntimeError(
                     f"the averages of {name} differ between ranks 0 and {rank}: every rank must "
                     "receive the same values at the same indices"

@@ -178,15 +178,12 @@ class Waves:
         All buckets of a wave wait for one round before any bucket waits for the next round. What
         follows is then submitted early, and in the same order on every rank.
         """
-        for _, wave in itertools.groupby(steps, key=self._wave_of):
+        channels = len(self._channels)
+        for _, wave in itertools.groupby(steps, lambda step: step.bucket.number // channels):
             self.begin(steps, all_are_here=True)
             self._complete_rounds(list(wave))
         for step in steps:
             step.advance(LAST)
-
-    def _wave_of(self, step: Progress) -> int:
-        """The position of the step's bucket among the buckets of its channel."""
-        return step.bucket.number // len(self._channels)
 
     @staticmethod
     def _complete_rounds(wave: Sequence[Progress]) -> None:

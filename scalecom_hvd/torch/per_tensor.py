@@ -406,7 +406,7 @@ class PerTensor(Averager):
                 name = self._names(f"offsets.{number}")
                 ahead.work = self.collectives.broadcast(ahead.buffer, root, name)
                 self._handed_over["offsets"] += ahead.buffer.numel()
-        self._run.note_step()
+        residues.note_step()
         self._run.take_state(())  # what was loaded need not be kept
 
     def _average_again(self) -> None:

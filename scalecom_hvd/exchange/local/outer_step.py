@@ -150,9 +150,8 @@ class OuterStep:
             described: what `describe` gave there.
         """
         for x, own in zip(self.common.values(), described, strict=False):
-            state = {key: value for key, value in own.items() if not _is_shape(value)}
-            for key in (key for key, value in own.items() if _is_shape(value)):
-                shape, dtype = own[key]
+            state = dict(own)
+            for key, (shape, dtype) in ((k, v) for k, v in own.items() if isinstance(v, list)):
                 now = self.optimizer.state.get(x, {}).get(key)
                 if not (isinstance(now, torch.Tensor) and list(now.shape) == shape):
                     device = x.device if shape else "cpu"  # steps are counted on the CPU
@@ -205,7 +204,3 @@ def _plain(value: object) -> object:
     if isinstance(value, tuple):
         return [_plain(part) for part in value]
     return value.item() if isinstance(value, torch.Tensor) else value
-
-
-def _is_shape(described: object) -> bool:
-    return isinstance(described, list)
