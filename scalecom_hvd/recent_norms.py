@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 
+SMALLEST = 2.0**-50
+"""Shorter gradients count as none: single precision computes their norms as zero, or badly."""
 LEAST = 10
 """How many gradients must have been seen before one can be an outlier."""
 KEPT = 0.98
@@ -32,7 +34,7 @@ class RecentNorms:
         """What the tensor's residue must be multiplied by. Notes the norm.
 
         Args:
-            norm: of a gradient. A tensor without a gradient has 0, which is not noted.
+            norm: of a gradient. It is not noted if it is less than SMALLEST.
             times: how many times as long as the longest recent one a gradient may be. None: any.
 
         Example:
@@ -40,7 +42,7 @@ class RecentNorms:
             >>> [norms.share(1.0, 4) for _ in range(10)][-1], norms.share(100.0, 4)
             (1.0, 0.03125)
         """
-        if not 0 < norm < math.inf:
+        if not SMALLEST <= norm < math.inf:
             return 1.0
         share, limit = 1.0, math.inf if times is None else times * self.longest
         if self.count >= LEAST and norm > limit:

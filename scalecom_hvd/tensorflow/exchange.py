@@ -39,7 +39,7 @@ from scalecom_hvd.agreement import (
 )
 from scalecom_hvd.bucket_layout import group_names, split, step_stats
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.recent_norms import KEPT, LEAST
+from scalecom_hvd.recent_norms import KEPT, LEAST, SMALLEST
 from scalecom_hvd.schedule import leader
 from scalecom_hvd.tensorflow.bucket import Bucket, Now
 from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, set_value, value_of
@@ -323,7 +323,7 @@ class Exchange:
         norms *= 1.0 if now.scale is None else now.scale
         recent = tf.stack([tensor.recent.read_value() for tensor in tensors], 1)
         longest, count, outliers = tf.unstack(recent)
-        counts = (norms > 0) & tf.math.is_finite(norms)
+        counts = (norms >= SMALLEST) & tf.math.is_finite(norms)
         limit = self.config.outliers * longest
         is_outlier = counts & (count >= LEAST) & (norms > limit)
         shares = tf.where(is_outlier, 2 ** tf.floor(tf.math.log(limit / norms) / math.log(2)), 1)
