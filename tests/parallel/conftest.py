@@ -11,6 +11,7 @@ take the cores from each other. Two separate runs are quicker.
 import gc
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,18 @@ def together():
         next(iter(started.values()))[1]()
         if len(os.listdir("/proc/self/task")) > 200:
             gc.collect()
+
+
+@pytest.fixture
+def shared_folder():
+    """A folder that torchrun's rank 0 makes and removes."""
+    import torch.distributed as dist
+
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        yield folder[0]
+        dist.barrier()
 
 
 def pytest_unconfigure():

@@ -4,9 +4,7 @@ A rank that has no residues in it begins with empty ones, and the log says so.
 """
 
 import logging
-import tempfile
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -93,16 +91,6 @@ def test_a_state_without_this_ranks_key(caplog):
     dist.all_gather_object(failures, failed)
     assert not any(failures), failures
     assert_is_without_residues_and_goes_on(again, optimizer, is_new, caplog)
-
-
-@pytest.fixture
-def shared_folder():
-    """A folder that rank 0 makes and removes."""
-    with tempfile.TemporaryDirectory() as own:
-        folder = [own]
-        dist.broadcast_object_list(folder)
-        yield folder[0]
-        dist.barrier()
 
 
 def test_a_checkpoint_that_fewer_ranks_saved(caplog, shared_folder):
