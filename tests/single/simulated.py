@@ -10,10 +10,10 @@ from parallel.made_up import SHAPES, gradients
 from scalecom_hvd.exchange.simulator import Simulation
 
 
-def simulate(n, shapes=SHAPES, dtype=torch.float32, **settings):
+def simulate(n, shapes=SHAPES, dtype=torch.float32, device="cpu", **settings):
     def parameters(_):
         return {
-            name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+            name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
             for name, shape in shapes.items()
         }
 
@@ -25,9 +25,12 @@ def made_up(n, step, shapes=SHAPES):
     return [gradients(shapes, rank, step) for rank in range(n)]
 
 
-def as_tensors(grads, scale=1):
+def as_tensors(grads, scale=1, device="cpu"):
     """Return copies of arrays that are gradients of ranks."""
-    return [{name: torch.tensor(array) * scale for name, array in own.items()} for own in grads]
+    return [
+        {name: torch.tensor(array, device=device) * scale for name, array in own.items()}
+        for own in grads
+    ]
 
 
 def residues_of(simulation):
@@ -44,28 +47,32 @@ def assert_same(one, other):
 
 
 def step_as(reference, simulation, grads, tolerance=1e-6, of_residues=0.0, rolled_back=0.0):
-    """Take a step in both, and compare all ranks' averages and residues.
+    """Take a step in both, compare all ranks' averages and residues, and return the averages.
 
     tolerance, of_residues: how far averages, and residues, may be apart.
     rolled_back: how far residues may be apart after a step that does not count. Both then go on
         with the simulation's.
     """
     steps = reference.step_number
-    outputs = simulation.step(as_tensors(grads))
+    (device,) = {p.device for p in simulation.parameters[0].values()}
+    outputs = simulation.step(as_tensors(grads, device=device))
     buckets = simulation.compressors[0].residues.buckets
     reference.bucket_of = {name: b for b, names in enumerate(buckets) for name in names}
     averages = reference.step(grads)
     counts = reference.step_number > steps
     for name, want in averages.items():
-        for output in outputs:
-            np.testing.assert_array_equal(output[name].numpy(), outputs[0][name].numpy(), name)
-        where = f"{name}, step {steps}"
-        np.testing.assert_allclose(output[name].numpy(), want, tolerance, tolerance, err_msg=where)
+        first, *others = (output[name].cpu().numpy() for output in outputs)
+        np.testing.assert_allclose(
+            first, want, tolerance, tolerance, err_msg=f"{name}, step {steps}"
+        )
+        for other in others:
+            np.testing.assert_array_equal(other, first, f"{name}, step {steps}")
     allowed = of_residues if counts else rolled_back
     for compressor, residues in zip(simulation.compressors, reference.residues, strict=True):
         for name, tensor in compressor.residues.tensors.items():
-            got = tensor.residue.view(tensor.shape).numpy().copy()
+            got = tensor.residue.view(tensor.shape).numpy(force=True).copy()
             want = residues.get(name, np.zeros_like(got))
             np.testing.assert_allclose(got, want, allowed, allowed, err_msg=f"{name}, step {steps}")
             residues[name] = want if counts else got
     assert reference.step_number == simulation.compressors[0].stats()["step"]
+    return outputs

@@ -5,40 +5,28 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from buckets import made
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalecom_hvd.bucket_layout import cut
-from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.background_thread import BackgroundThread
-from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import LAST, Wait, finished
 from scalecom_hvd.exchange.gradients import as_bytes
-from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.waves import Progress
-
-
-def made(numels, thread=None, dtype=torch.float32, **settings):
-    """Return a bucket of tensors of these sizes, with residues and gradients."""
-    parameters = {name: torch.zeros(numel, dtype=dtype) for name, numel in numels.items()}
-    residues = Residues(ScaleComConfig(**{"bits": 32} | settings))
-    residues.attach(parameters)
-    for tensor in residues.tensors.values():
-        tensor.residue.normal_()
-    bucket = Bucket(0, list(parameters), parameters, residues, ranks=2, thread=thread)
-    bucket.came = {name: torch.randn_like(like) for name, like in parameters.items()}
-    return bucket
 
 
 def new_bucket(numel=1_000_000, thread=None, dtype=torch.float32, beta=0.5, **settings):
     """Return a bucket of a compressed weight and an uncompressed bias."""
-    return made({"weight": numel, "bias": 10}, thread, dtype, beta=beta, **settings)
+    tensors = {"weight": torch.zeros(numel, dtype=dtype), "bias": torch.zeros(10, dtype=dtype)}
+    return made(tensors, thread, beta=beta, **settings)
 
 
 def many_tensors(bits=32):
     """Return a bucket whose offsets have 1, 2 and 4 bytes."""
     rates = {"narrow": 10, "wide": 1000, "widest": 40_000, "other": 7}
-    return made(dict.fromkeys(rates, 3001), rates=rates, dense=(), min_numel=0, bits=bits)
+    tensors = {name: torch.zeros(3001) for name in rates}
+    return made(tensors, rates=rates, dense=(), min_numel=0, bits=bits)
 
 
 def begin(bucket, scale=1.0, **how):

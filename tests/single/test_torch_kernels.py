@@ -10,19 +10,17 @@ import sys
 import numpy as np
 import pytest
 import torch
+from buckets import made
 from kernel_cases import Case
 from kernels_torch import Native, Plain
+from simulated import assert_same, residues_of, simulate, step_as
 from torch.overrides import TorchFunctionMode
 
-from scalecom_hvd import ScaleComConfig
-from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import finished
 from scalecom_hvd.exchange.kernels.choice import kernel_for
 from scalecom_hvd.exchange.kernels.native_kernel import NativeKernel
 from scalecom_hvd.exchange.kernels.torch_kernel import TorchKernel
-from scalecom_hvd.exchange.residue import Residues
-from scalecom_hvd.exchange.simulator import Simulation
 from scalecom_hvd.lanes import Lanes, geometry
 from scalecom_hvd.reference import ScaleComReference
 
@@ -32,45 +30,23 @@ DEVICE = "cuda" if ASKED == "triton" and torch.cuda.is_available() else "cpu"
 STEPS = 60 if ASKED == "native" else 8
 
 
-def new_bucket(parameters, config, ranks=1):
-    """Return a bucket of tensors p0, p1, ... and the tensors; all are compressed at config.rate."""
-    named = {f"p{i}": torch.nn.Parameter(p) for i, p in enumerate(parameters)}
-    residues = Residues(config)
-    residues.attach(named)
-    assert residues.tensors.keys() == named.keys()
-    return Bucket(0, list(named), named, residues, ranks), list(residues.tensors.values())
-
-
 def history(huge, lookahead, device="cpu"):
     """Return all averages and residues of steps of one worker, with huge gradients in the middle.
 
-    The averages are the oracle's. SCALECOM_KERNEL names the kernel.
+    They are the oracle's. SCALECOM_KERNEL names the kernel.
     """
     settings = {"rates": {"p0": 7, "p1": 300, "p2": 2.5}, "bits": 32, "min_numel": 0, "beta": 0.5}
     shapes, seen, random = dict.fromkeys(settings["rates"], (700,)), [], np.random.default_rng(0)
-    simulation = Simulation(
-        1,
-        lambda rank: {n: torch.nn.Parameter(torch.zeros(700, device=device)) for n in shapes},
-        **settings,
-        lookahead=lookahead,
-    )
-    compressor = simulation.compressors[0]
-    reference = ScaleComReference(1, shapes, compressor.config)
+    simulation = simulate(1, shapes, device=device, **settings, lookahead=lookahead)
+    reference = ScaleComReference(1, shapes, simulation.compressors[0].config)
     for step in range(STEPS):
         grads = {name: random.standard_normal(700).astype(np.float32) for name in shapes}
         is_huge = STEPS // 4 <= step < STEPS - 5
         grads["p0"][::3] = huge if is_huge else grads["p0"][::3]
-        (outputs,) = simulation.step(
-            [{name: torch.from_numpy(grad.copy()).to(device) for name, grad in grads.items()}]
-        )
-        averages = reference.step([grads])
-        assert np.isnan(averages["p0"]).all() == (is_huge and huge != 1e20)
-        for name, average in averages.items():
-            found, scale = outputs[name].cpu(), np.abs(average).max(initial=1)
-            np.testing.assert_allclose(found, average, rtol=1e-5, atol=1e-5 * scale)
-            residue = compressor.residues.tensors[name].residue.cpu()
-            assert residue.isfinite().all()
-            seen += [found.nan_to_num(), residue.clone()]
+        (averages,) = step_as(reference, simulation, [grads], rolled_back=1e-5)
+        assert averages["p0"].isnan().all() == (is_huge and huge != 1e20)
+        seen += [{n: own.cpu() for n, own in averages.items()}, residues_of(simulation)[0]]
+        assert all(own.isfinite().all() for own in seen[-1].values())
     return seen
 
 
@@ -81,8 +57,7 @@ def test_no_gradient_poisons_the_residue_for_ever(lookahead, huge, monkeypatch):
     monkeypatch.setenv("SCALECOM_KERNEL", "torch")
     expected = history(huge, lookahead)
     monkeypatch.setenv("SCALECOM_KERNEL", ASKED)
-    for mine, other in zip(history(huge, lookahead, DEVICE), expected, strict=True):
-        assert torch.equal(mine, other)
+    assert_same(history(huge, lookahead, DEVICE), expected)
 
 
 KINDS = {
@@ -97,23 +72,20 @@ KINDS = {
 def test_a_step_with_refused_offsets_is_rolled_back(choose, kinds):
     """Of two kernels, only the moves of the first are rolled back."""
     selection, dtypes = KINDS[kinds]
-    config = ScaleComConfig(
-        bits=32, rate=100, beta=0.5, selection=selection, residue_dtype="float32"
-    )
-    bucket, tensors = new_bucket([torch.zeros(6401, dtype=dtype) for dtype in dtypes], config, 2)
-    before = [tensor.residue.normal_().clone() for tensor in tensors]
-    grads = [torch.randn(6401, dtype=dtype) for dtype in dtypes]
-    own = BucketStep(bucket, 1.0, dict(zip(bucket.names, grads, strict=True)))
+    tensors = {f"p{i}": torch.zeros(6401, dtype=dtype) for i, dtype in enumerate(dtypes)}
+    bucket = made(tensors, rate=100, beta=0.5, selection=selection, residue_dtype="float32")
+    before = [tensor.residue.clone() for tensor in bucket.tensors]
+    own = BucketStep(bucket, 1.0, bucket.came)
     offsets = finished(own.select()).clone()  # look-ahead chooses into the same buffer
     bucket.choices.split(offsets)[bucket.names[-1]]["offsets"][64] = 1
     with pytest.raises(RuntimeError, match="outside of their lanes"):
         finished(own.take_and_accumulate(offsets, choose))
     if kinds == "the second kernel":
         assert [type(kernel) for kernel, _ in bucket.kernels] == [TorchKernel, NativeKernel]
-        assert not torch.equal(tensors[0].residue, before[0])
+        assert not torch.equal(bucket.tensors[0].residue, before[0])
     own.roll_back()
-    assert torch.equal(tensors[-1].residue, before[-1])
-    torch.testing.assert_close(tensors[0].residue, before[0])
+    assert torch.equal(bucket.tensors[-1].residue, before[-1])
+    torch.testing.assert_close(bucket.tensors[0].residue, before[0])
 
 
 class Failing(TorchFunctionMode):
@@ -151,11 +123,10 @@ def test_a_step_that_fails_anywhere_is_rolled_back(kernels, order, asked, select
     """Of several tensors in several kernels, some have moved by then and some have not."""
     monkeypatch.setenv("SCALECOM_KERNEL", asked)
     dtypes = SEVERAL[kernels]
-    config = ScaleComConfig(
-        bits=32, rate=10, beta=0.5, selection=selection, residue_dtype="float32", min_numel=2
-    )
-    parameters = [torch.zeros(700 + i, dtype=dtype) for i, dtype in enumerate(dtypes)]
-    bucket, tensors = new_bucket(parameters, config, ranks=2)
+    named = {f"p{i}": torch.zeros(700 + i, dtype=dtype) for i, dtype in enumerate(dtypes)}
+    settings = {"rate": 10, "beta": 0.5, "min_numel": 2, "residue_dtype": "float32"}
+    bucket = made(named, selection=selection, **settings)
+    tensors = bucket.tensors
     random = torch.Generator().manual_seed(1)
     offsets = torch.zeros_like(bucket.choices.new())
     for choice in bucket.choices.split(offsets).values() if selection == "exact" else ():
@@ -174,10 +145,7 @@ def test_a_step_that_fails_anywhere_is_rolled_back(kernels, order, asked, select
                 ORDERS[order](own, offsets)
             failed = False
         except torch.OutOfMemoryError:
-            untouched = [
-                torch.equal(tensor.residue, old)
-                for tensor, old in zip(tensors, before, strict=True)
-            ]
+            untouched = [torch.equal(t.residue, b) for t, b in zip(tensors, before, strict=True)]
             parts.add(tuple(untouched))
         own.roll_back()
         own.release()
