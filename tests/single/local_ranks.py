@@ -33,8 +33,8 @@ class Ranks:
         self.own = self.simulation.parameters
         self.locals, self.compressors = self.simulation.locals, self.simulation.compressors
 
-    def step(self, grads):
-        """Take a step on all ranks.
+    def step(self, grads, times=1):
+        """Take a step on all ranks, or several; return what each rank's last step returned.
 
         grads: a number, or one for each rank. All elements have this gradient. "bad" is a gradient
         that cannot be used.
@@ -49,13 +49,20 @@ class Ranks:
                     parameter.sub_(grads[rank])
             return rank
 
-        return self.simulation.take_steps([lambda r=r: take(r) for r in range(len(self.own))])
+        for _ in range(times):
+            took = self.simulation.take_steps([lambda r=r: take(r) for r in range(len(self.own))])
+        return took
 
     def train(self, first, end, bad=None):
         """Take these steps. In step `bad`, rank 1's parameters become NaN."""
         for step in range(first, end):
             own = GRADIENTS[step % 5]
             self.step([own[0], math.nan] if step == bad else own)
+
+    def meet(self):
+        """End the round. All ranks then have the same parameters."""
+        self.simulation.synchronise()
+        assert self.alike() == "abcde"
 
     def stats(self, rank=0):
         return self.compressors[rank].stats()
