@@ -120,8 +120,14 @@ OF_DEVICES, PAGES = named("ddp_devices"), named("ddp_pages")
 # The tests of torch.distributed's face: its own, and those of both faces.
 OWN = named("ddp_*")
 DDP = without(OWN, NODES + OF_DEVICES)
-DDP += named("amp orders parity state stateful_method changed_gradients", "torch_")
+DDP += named("amp orders parity state changed_gradients", "torch_")
 DDP += named("thrown_away unlike_ranks", "torch_")
+OF_METHODS = f"{PARALLEL}torch_methods.py::test_"
+DDP += [f"{OF_METHODS}a_step_that_does_not_count_leaves_the_state"]
+DDP += [
+    f"{OF_METHODS}resuming_is_bit_identical[Momentum-{{}}-{x}]"
+    for x in ("a new optimizer", "in mid-run")
+]
 DDP_LONG = named("diagnostics local_states local_steps methods parity simulator", "torch_")
 # What Gloo has added up before all ranks have come. It needs three ranks.
 SUMS = [f"{PARALLEL}torch_unlike_ranks.py::test_one_rank_loads_its_residues_and_nothing_is_lost"]

@@ -1,9 +1,10 @@
-"""The methods besides ScaleCom, and one that a user wrote, compared with their oracles.
+"""The methods besides ScaleCom, and two that a user wrote, compared with their oracles.
 
 Every method, also ScaleCom, takes the tests of what all methods share. A method that reports
 wrongly what it sends loses gradients, or spoils a step.
 """
 
+import copy
 import io
 
 import numpy as np
@@ -20,8 +21,10 @@ from models import (
     parameters,
     same_on_all_ranks,
 )
+from momentum import Momentum
 from oracles import methods as oracle
 
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.methods.local_top_k import pack, unpack
 
 SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0}
@@ -330,7 +333,7 @@ def test_accumulators_whose_sum_overflows(method, fields):
     assert compressor.stats()["skipped_steps"] == 1
 
 
-@and_scalecom
+@with_each(*METHODS, *SOME_QUANTISED, *SCALECOM, (Momentum, {"mu": 0.0}))
 def test_nothing_is_lost(method, fields):
     """Now and then a rank has no gradient of a parameter, which is later frozen, and unfrozen."""
 
@@ -355,29 +358,87 @@ def test_nothing_is_lost(method, fields):
     assert_nothing_is_lost(model, compressor, total, hvd.size())
 
 
-@every_method
-def test_resuming_is_bit_identical(method, fields):
-    settings = {"beta": 0.5, "bucket_bytes": 10_000, "momentum": 0.9, "lr": 0.1, "warmup_steps": 2}
-    straight, resumed = parameters(SHAPES), parameters(SHAPES)
-    optimizer, compressor = make(straight, method, fields, **settings)
-    run(optimizer, straight, range(4))
-    file = io.BytesIO()
-    values = {name: p.detach() for name, p in straight.items()}
-    torch.save([compressor.state_dict(), optimizer.state_dict(), values], file)
-    run(optimizer, straight, range(4, 7))
+def numbers(compressor):
+    """Copies of all numbers of a method's state."""
+    state = copy.deepcopy(compressor.state_dict())
+    return {name: state.get(name) for name in ("residues", "method_state", "step")}
 
+
+def assert_equal(one, other):
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("where", ["a new optimizer", "in mid-run"])
+@with_each(*METHODS, *SOME_QUANTISED, (Momentum, {}))
+def test_resuming_is_bit_identical(method, fields, where):
+    settings = {"beta": 0.5, "bucket_bytes": 10_000, "momentum": 0.9, "lr": 0.1, "warmup_steps": 2}
+    model = parameters(SHAPES)
+    optimizer, compressor = make(model, method, fields, **settings)
+    run(optimizer, model, range(4))
+    file = io.BytesIO()
+    values = {name: p.detach() for name, p in model.items()}
+    torch.save([compressor.state_dict(), optimizer.state_dict(), values], file)
+    run(optimizer, model, range(4, 7))
+    straight = copy.deepcopy(model), numbers(compressor)
+
+    if where == "a new optimizer":
+        model = parameters(SHAPES)
+        optimizer, compressor = make(model, method, fields, **settings)
     file.seek(0)
     state, momentum, values = torch.load(file, weights_only=True)
-    optimizer, compressor = make(resumed, method, fields, **settings)
     compressor.load_state_dict(state)
     optimizer.load_state_dict(momentum)
     with torch.no_grad():
-        for name, parameter in resumed.items():
+        for name, parameter in model.items():
             parameter.copy_(values[name])
-    run(optimizer, resumed, range(4, 7))
+    run(optimizer, model, range(4, 7))
     assert compressor.stats()["step"] == 7
-    for name in SHAPES:
-        assert torch.equal(resumed[name], straight[name]), name
+    assert_equal((model, numbers(compressor)), straight)
+
+
+@pytest.mark.parametrize("why", ["a gradient is not finite", "a worker was lost"])
+def test_a_step_that_does_not_count_leaves_the_state(why, monkeypatch):
+    """Training goes on as if the step had never been.
+
+    It is equal to the bit, because residues do not change before a step counts.
+    """
+    settings = {"beta": 0.5, "bucket_bytes": 30_000, "momentum": 0.9, "lr": 0.1}
+    model, other = parameters(SHAPES), parameters(SHAPES)
+    optimizer, compressor = make(model, Momentum, {}, **settings)
+    straight, _ = make(other, Momentum, {}, **settings)
+    run(optimizer, model, range(4))
+    before = numbers(compressor)
+    assert len(compressor.residues.buckets) > 1, "each bucket gives a part of the state"
+    own = before["method_state"]["tensors"]
+    everyone = hvd.allgather(torch.cat(list(own["velocity"].values()))[None])
+    assert len(everyone.unique(dim=0)) == hvd.size(), "each rank has velocities of its own"
+
+    optimizer.zero_grad()
+    grads = gradients(SHAPES, hvd.rank(), 99)
+    if why == "a gradient is not finite":
+        if hvd.rank() == 1:
+            grads["third"][17] = np.nan
+        feed(model, grads)
+        optimizer.synchronize()
+        assert all(parameter.grad.isnan().all() for parameter in model.values())
+    else:
+
+        def lost(bucket):
+            raise hvd.HorovodInternalError("a worker was lost")
+
+        feed(model, grads)
+        with monkeypatch.context() as patch, pytest.raises(hvd.HorovodInternalError):
+            patch.setattr(BucketStep, "is_sound", lost)  # all is averaged, but nothing counts yet
+            optimizer.synchronize()
+        optimizer.load_state_dict(optimizer.state_dict())  # Horovod drops its handles
+        # What must be equal on all ranks begins anew.
+        before["method_state"]["method"]["steps"] = 0
+        own["sent"] = {name: sent * 0 for name, sent in own["sent"].items()}
+    assert_equal(numbers(compressor), before)
+    run(optimizer, model, range(4, 9))
+    run(straight, other, range(9))
+    assert_equal(model, other)
+    assert compressor.stats()["step"] == 9
 
 
 @pytest.mark.parametrize(
