@@ -9,14 +9,13 @@ is less traffic while n b < 64, where b includes the scales.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import numpy as np
 import torch
 
-from scalecom_hvd.exchange.devices import stream_id
+from scalecom_hvd.exchange.devices import uploaded
 
 # How many values share a scale, unless the quantiser asks for fewer. A scale of 32 bits adds a
 # sixteenth of a bit to each value.
@@ -85,8 +84,8 @@ class Quantiser:
             counts: how many of the values belong to each tensor.
             random: the generator of random numbers.
         """
-        layout = _layout(counts, self.block, values.device)
-        blocks, lengths = layout.spread(values), layout.lengths
+        blocks = _spread(values, counts, self.block)
+        lengths = _lengths(counts, self.block, values.device)
 
         def uniform() -> torch.Tensor:
             return torch.rand(blocks.shape, generator=random, device="cpu").to(values)
@@ -102,7 +101,7 @@ class Quantiser:
                 f"be of {expected}"
             )
         own = scales.reshape(-1).view(torch.uint8)
-        return torch.cat([own, pack_levels(layout.collect(levels), self.bits)])
+        return torch.cat([own, pack_levels(_collect(levels, counts), self.bits)])
 
     def unpack(
         self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]
@@ -114,11 +113,11 @@ class Quantiser:
             like: a tensor of as many values (K,), of the same dtype and device.
             counts: the same as for `pack`.
         """
-        layout = _layout(counts, self.block, like.device)
-        cut = len(layout.lengths) * self.scales * like.element_size()
+        n_blocks = sum(-(-count // self.block) for count in counts)
+        cut = n_blocks * self.scales * like.element_size()
         scales = payload[:cut].view(like.dtype).view(-1, self.scales)
         levels = unpack_levels(payload[cut:], self.bits)[: like.numel()]
-        return layout.collect(self.restore(scales, layout.spread(levels)))
+        return _collect(self.restore(scales, _spread(levels, counts, self.block)), counts)
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -353,49 +352,24 @@ def unpack_levels(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return fields.contiguous().view(torch.int8).view(-1) >> (8 - bits)
 
 
-class BlockLayout:
-    """How values of several tensors lie in blocks. Each tensor begins with a block of its own.
-
-    Attributes:
-        lengths: (blocks,) how many values each block has.
-    """
-
-    def __init__(self, counts: Sequence[int], block: int, device: torch.device) -> None:
-        slots: list[torch.Tensor] = []
-        lengths: list[int] = []
-        # Where each value lies. None: values lie one after the other. Then nothing as large as the
-        # values is kept.
-        self._slots: torch.Tensor | None = None
-        are_apart = any(count % block for count in counts[:-1])
-        for count in counts:
-            begin = len(lengths) * block
-            lengths += [min(block, count - at) for at in range(0, count, block)]
-            if are_apart:
-                slots.append(torch.arange(begin, begin + count, device=device))
-        if are_apart:
-            self._slots = torch.cat(slots)
-        self.lengths = torch.tensor(lengths, dtype=torch.float64, device=device)
-        self._shape, self._count = (len(lengths), block), sum(counts)
-
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Put values, or levels, (K,) at their indices in (blocks, block), with zeros elsewhere."""
-        blocks = values.new_zeros(self._shape)
-        blocks.view(-1)[slice(self._count) if self._slots is None else self._slots] = values
-        return blocks
-
-    def collect(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The inverse of `spread`."""
-        flat = blocks.reshape(-1)
-        return flat[: self._count] if self._slots is None else flat[self._slots]
+def _lengths(counts: Sequence[int], block: int, device: torch.device) -> torch.Tensor:
+    """(blocks,) float64: how many values each block has. Each tensor begins with a block."""
+    parts = [np.minimum(block, count - np.arange(0, count, block)) for count in counts]
+    return uploaded(np.concatenate(parts).astype(np.float64), device)
 
 
-def _layout(counts: Sequence[int], block: int, device: torch.device) -> BlockLayout:
-    return _layout_on(stream_id(device), tuple(counts), block, device)
+def _spread(values: torch.Tensor, counts: Sequence[int], block: int) -> torch.Tensor:
+    """Values, or levels, (K,) as (blocks, block). Zeros fill the last block of each tensor."""
+    pad = torch.nn.functional.pad
+    parts = [pad(own, (0, -own.numel() % block)) for own in values.split(list(counts))]
+    return torch.cat(parts).view(-1, block)
 
 
-@functools.lru_cache(maxsize=256)
-def _layout_on(stream: int, *arguments: Any) -> BlockLayout:
-    return BlockLayout(*arguments)
+def _collect(blocks: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """The inverse of `_spread`."""
+    parts = blocks.split([-(-count // blocks.shape[1]) for count in counts])
+    flat = [own.reshape(-1)[:count] for own, count in zip(parts, counts, strict=True)]
+    return torch.cat(flat)
 
 
 def generator(*numbers: int) -> torch.Generator:

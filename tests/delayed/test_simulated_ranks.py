@@ -11,7 +11,6 @@ import torch
 
 import delayed
 from scalecom_hvd import lanes
-from scalecom_hvd.exchange import quantisers
 from scalecom_hvd.exchange.devices import HostCopy, Streams
 from scalecom_hvd.exchange.kernels import base
 from scalecom_hvd.exchange.kernels.base import positions_of
@@ -256,19 +255,14 @@ def test_a_method_works_on_what_it_finds():
     assert {t.residue.device.type for t in method.residues.tensors.values()} == {"delayed"}
 
 
-@pytest.mark.parametrize("what", ["lanes", "blocks"])
-def test_what_is_kept_for_later_steps_is_of_one_stream(what):
+def test_what_is_kept_for_later_steps_is_of_one_stream():
     """Otherwise another exchange's stream would have to wait for the stream that made it."""
 
     def compute():
-        if what == "lanes":
-            offsets = torch.zeros(10, dtype=torch.uint8, device="delayed")
-            return positions_of(lanes.geometry(1000, 100, "lanes"), offsets)
-        layout = quantisers._layout([7, 500], 64, torch.device("delayed", 0))
-        return layout.spread(torch.ones(507, device="delayed"))
+        offsets = torch.zeros(10, dtype=torch.uint8, device="delayed")
+        return positions_of(lanes.geometry(1000, 100, "lanes"), offsets)
 
     base._starts_and_strides.cache_clear()
-    quantisers._layout_on.cache_clear()
     gate = threading.Event()
     with Streams([torch.device("delayed", 0)]).entered(joins=False):
         delayed.enqueue(lambda: gate.wait(5))
