@@ -85,10 +85,8 @@ class Monitor:
     def step(self) -> None:
         """Count a step. Call it after every step; not all ranks have to."""
         self._calls += 1
-        if self._calls % self._every == 0 and self._rank() == 0:
-            self._look()
-
-    def _look(self) -> None:
+        if self._calls % self._every or self._rank():
+            return
         found = self._source.stats()
         # With local steps `step` counts synchronisations.
         step = int(found.get("local_steps_taken", found["step"]))

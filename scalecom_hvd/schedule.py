@@ -55,18 +55,14 @@ class Schedule:
         if fragments < 1:
             raise ValueError(f"fragments must be 1 (the whole model) or more, not {fragments}")
         self.fragments = fragments
-        self._changes: list[tuple[int, int]] = []
-        if isinstance(local_steps, Mapping):
-            if not all(_is_whole(step) and step >= 0 for step in local_steps):
-                raise ValueError(
-                    f"{_FORMS}: steps must be whole numbers of at least 0, not "
-                    f"{list(local_steps)!r}"
-                )
-            if 0 not in local_steps:
-                raise ValueError(f"{_FORMS}: {dict(local_steps)!r} has no number for step 0")
-            self._changes = [(step, _steps(local_steps[step])) for step in sorted(local_steps)]
-        else:
-            self._changes = [(0, _steps(local_steps))]
+        given = local_steps if isinstance(local_steps, Mapping) else {0: local_steps}
+        if not all(_is_whole(step) and step >= 0 for step in given):
+            raise ValueError(
+                f"{_FORMS}: steps must be whole numbers of at least 0, not {list(given)!r}"
+            )
+        if 0 not in given:
+            raise ValueError(f"{_FORMS}: {dict(given)!r} has no number for step 0")
+        self._changes = [(step, _steps(given[step])) for step in sorted(given)]
 
     def check_overlap(self, overlap: int) -> None:
         """Check how many steps may be taken while an average travels.

@@ -153,7 +153,15 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     parameters = trained_parameters(optimizer, named_parameters, sharded=mesh is not None)
     _check_names(optimizer, parameters)
     if mesh is not None:
-        _check_settings_of_shards(op, sparse_as_dense, process_group, local_steps, collectives)
+        why_not = "the mesh says which ranks average together"
+        settings = (
+            (op != dist.ReduceOp.AVG, "op=SUM", "FSDP2 averages inside nodes"),
+            (sparse_as_dense, "sparse_as_dense", "FSDP2 has no sparse gradients"),
+            (process_group is not None, "process_group", why_not),
+            (collectives is not None, "collectives", why_not),
+            (local_steps is not None, "local_steps", "local steps need whole parameters"),
+        )
+        check_left_out("mesh=", settings)
         rest = mesh, names_of_groups(groups, parameters), backward_passes_per_step
         return _of_sharded_parameters(optimizer, parameters, method, *rest)
     own: ProcessGroupCollectives | None = None
@@ -239,28 +247,6 @@ def _of_own_class(
     vars(wrapped).update({name: own for name, own in vars(optimizer).items() if name != "step"})
     vars(wrapped).update(attributes)
     return wrapped
-
-
-def _check_settings_of_shards(
-    op: Any,
-    sparse_as_dense: bool,
-    process_group: dist.ProcessGroup | None,
-    local_steps: object,
-    collectives: Collectives | None,
-) -> None:
-    """Raise ValueError for arguments that cannot be combined with mesh=."""
-    settings = (
-        (op != dist.ReduceOp.AVG, "op=SUM", "FSDP2 averages inside nodes"),
-        (sparse_as_dense, "sparse_as_dense", "FSDP2 has no sparse gradients"),
-        (process_group is not None, "process_group", "the mesh says which ranks average together"),
-        (collectives is not None, "collectives", "the mesh says which ranks average together"),
-        (
-            local_steps is not None,
-            "local_steps",
-            "local steps need whole parameters",
-        ),
-    )
-    check_left_out("mesh=", settings)
 
 
 def broadcast_parameters(

@@ -42,12 +42,10 @@ class Sampler:
             go.
 
     Attributes:
-        settings: the settings that ranks must have in common.
         last: the numbers of the last look, and its step. None: there was no look yet.
     """
 
     def __init__(self, diagnostics: Diagnostics) -> None:
-        self.settings = diagnostics.settings
         self.last: Numbers | None = None
         self._every, self._sample = diagnostics.every, diagnostics.sample
         self._files = Files("diagnostics", diagnostics.csv, diagnostics.tensorboard)

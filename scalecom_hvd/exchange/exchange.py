@@ -262,7 +262,7 @@ class Exchange(Averager):
 
     def state_dict(self) -> Saved:
         """See Averager."""
-        return {} if self.node is None else self.node.state_dict()
+        return {} if self.node is None else {"shard": [self.node.position, self.node.size]}
 
     @property
     def holds_gradients(self) -> bool:
@@ -358,7 +358,8 @@ class Exchange(Averager):
         try:
             with self.streams.continued():
                 self._advance()
-            return any(each.has_more or each.may_begin for each in self._waves.all)
+            everyone = self._waves.all
+            return any(p.has_more or not (p.waiting or p.has_begun) for p in everyone)
         except BaseException as error:
             self._failure = error  # raised when the user's thread calls
             return False

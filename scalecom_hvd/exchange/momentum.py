@@ -146,7 +146,10 @@ class QuasiHyperbolic:
             if (name := self._names.get(parameter)) is not None
         ]
         if not residues.step:
-            self._note_unused(bool(own))
+            self._unused += bool(own) and self._by_hook and not residues.skipped_steps
+            if self._by_hook and self._unused == UNUSED:
+                self._by_hook = False  # said once
+                log.warning(NOTHING_EXCHANGED, UNUSED)
         if residues.step < 2:  # what the first step sends is not late
             return []
         mixes = []
@@ -163,12 +166,6 @@ class QuasiHyperbolic:
     def forget(self) -> None:
         """The step that gradients were averaged for has failed."""
         _averaging.clear()
-
-    def _note_unused(self, has_own: bool) -> None:
-        self._unused += has_own and self._by_hook and not self._residues.skipped_steps
-        if self._by_hook and self._unused == UNUSED:
-            self._by_hook = False  # said once
-            log.warning(NOTHING_EXCHANGED, UNUSED)
 
     def _momentum_of(self, optimizer: torch.optim.Optimizer, state: Kept) -> Momentum | None:
         names = [kind.__name__ for kind in type(optimizer).__mro__]

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from scalecom_hvd.exchange.collectives import CollectiveError, Collectives, Work
-from scalecom_hvd.saved_state import Saved
 
 GAVE_UP, VOID, SOUND = range(3)
 
@@ -126,7 +125,3 @@ class Node:
         if self.everyone is None:
             return None
         return self.everyone.gather(torch.zeros(1, device="cpu"), f"{self._name}.submitted")
-
-    def state_dict(self) -> Saved:
-        """Which shard this rank's residues belong to."""
-        return {"shard": [self.position, self.size]}

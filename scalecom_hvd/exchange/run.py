@@ -9,7 +9,6 @@ method then serves the run.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import copy
 import logging
@@ -60,47 +59,49 @@ log = logging.getLogger("scalecom_hvd")
 _EXTRA_KEYS = ("recent_norms", "offsets", "method_state", "local_steps", "shard")
 
 
-class Averager(abc.ABC):
+class Averager:
     """What a run asks of the object that averages gradients, or changes of parameters, for it.
 
     Attributes:
         collectives: how this rank reaches the others.
         node: the ranks that hold the other parts of each tensor. None: this rank has whole tensors.
         travels: whether averages travel that nobody has waited for yet.
+        exchange: the averager that does what this one leaves to it.
     """
 
     collectives: Collectives
     node: Node | None = None
     travels: bool = False
+    exchange: Averager
 
-    @abc.abstractmethod
     def in_step(self) -> bool:
         """Whether gradients were reported that are not averaged yet."""
+        return self.exchange.in_step()
 
-    @abc.abstractmethod
     def complete_state(self) -> None:
         """Wait for the missing parts of the method's state. Every rank has submitted them."""
+        self.exchange.complete_state()
 
-    @abc.abstractmethod
     def agree_anew(self) -> None:
         """Make ranks compare at the next step: other residues were loaded."""
+        self.exchange.agree_anew()
 
-    @abc.abstractmethod
     def abort(self) -> None:
         """Forget a step that cannot be completed; nothing is lost from the residues."""
+        self.exchange.abort()
 
-    @abc.abstractmethod
     def stats(self) -> Stats:
         """Numbers of the last step."""
+        return self.exchange.stats()
 
-    @abc.abstractmethod
     def watch(self, diagnostics: Diagnostics) -> None:
         """Look at steps from now on."""
+        self.exchange.watch(diagnostics)
 
-    def collect(self) -> None:  # noqa: B027 (most have nothing to do)
+    def collect(self) -> None:
         """Wait for averages that travel. Every rank has sent its part of them already."""
 
-    def rejoin(self) -> None:  # noqa: B027
+    def rejoin(self) -> None:
         """All ranks call this when they were started again, or when newcomers have come."""
 
     def synchronisations_in(self, steps: int) -> int:
@@ -115,7 +116,7 @@ class Averager(abc.ABC):
         """Raise ValueError unless this complete state fits."""
         check_local_steps(state, local=False)
 
-    def load_state_dict(self, state: Saved) -> None:  # noqa: B027
+    def load_state_dict(self, state: Saved) -> None:
         """Load what `state_dict` gave, from a complete state that has passed `check_state`."""
 
 
@@ -164,7 +165,7 @@ class Run:
                 "each optimizer, because each has its own residues"
             )
         state = self._loaded
-        try:
+        with self.released_on_error():
             if state is not None:
                 self._check(state, averager)
             if self._method.diagnostics is not None:
@@ -176,9 +177,6 @@ class Run:
             else:
                 self._check_fits(state)
                 self._take_up(state, averager)
-        except BaseException:
-            self.release()
-            raise
         self.averager = averager
 
     def release(self) -> None:
@@ -189,7 +187,7 @@ class Run:
 
     @contextlib.contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """If this context fails after `begin`, leave the method free for another optimizer."""
+        """If this context fails, leave the method free for another optimizer."""
         try:
             yield
         except BaseException:

@@ -80,11 +80,6 @@ class Progress:
         return self._generator is not None
 
     @property
-    def may_begin(self) -> bool:
-        """Whether the step can begin now: all its gradients are here."""
-        return not (self.waiting or self.has_begun)
-
-    @property
     def has_more(self) -> bool:
         """Whether more than the step's end follows what the step waits for now."""
         return self.waits is not None and self.waits.round < LAST

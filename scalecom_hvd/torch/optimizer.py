@@ -147,16 +147,25 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         )
 
     check_operation(op, gradient_predivide_factor, horovod)
+    is_everyone = process_set is horovod.global_process_set
     if nodes is not False:
-        _check_settings_of_nodes(
-            op, gradient_predivide_factor, process_set, local_steps, collectives
+        why_not = "gradients are always averaged, inside a node and between nodes"
+        settings = (
+            (op != horovod.Average, "op", why_not),
+            (
+                gradient_predivide_factor != 1.0,
+                "gradient_predivide_factor",
+                "gradients are averaged in two stages",
+            ),
+            (not is_everyone, "process_set", "nodes consist of all ranks"),
+            (local_steps is not None, "local_steps", "local steps need whole parameters"),
+            (collectives is not None, "collectives", "nodes are Horovod's process sets"),
         )
+        check_left_out("nodes=", settings)
     is_own_transport = collectives is not None and collectives.size > 1
     if collectives is None:
         collectives = HorovodCollectives(process_set, op, gradient_predivide_factor)
-    elif (op, gradient_predivide_factor) != (horovod.Average, 1.0) or (
-        process_set is not horovod.global_process_set
-    ):
+    elif (op, gradient_predivide_factor, is_everyone) != (horovod.Average, 1.0, True):
         raise ValueError(
             "collectives= brings its own transport, but op, gradient_predivide_factor and "
             "process_set belong to Horovod: leave these three out"
@@ -224,32 +233,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     ):
         wrapped._register_hooks()
     return wrapped
-
-
-def _check_settings_of_nodes(
-    op: int,
-    predivide: float,
-    process_set: ProcessSet,
-    local_steps: object,
-    collectives: Collectives | None,
-) -> None:
-    """Raise ValueError for arguments that cannot be combined with nodes=."""
-    settings = (
-        (
-            op != horovod.Average,
-            "op",
-            "gradients are always averaged, inside a node and between nodes",
-        ),
-        (predivide != 1.0, "gradient_predivide_factor", "gradients are averaged in two stages"),
-        (
-            process_set is not horovod.global_process_set,
-            "process_set",
-            "nodes consist of all ranks",
-        ),
-        (local_steps is not None, "local_steps", "local steps need whole parameters"),
-        (collectives is not None, "collectives", "nodes are Horovod's process sets"),
-    )
-    check_left_out("nodes=", settings)
 
 
 @not_compiled

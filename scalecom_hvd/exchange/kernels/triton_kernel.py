@@ -66,14 +66,12 @@ class TritonKernel:
         self._device = slots[0].residue.device
         real = tl.float64 if grad_dtype == torch.float64 else tl.float32
         self._dtypes = {"GRAD": _STORED[grad_dtype], "REAL": real}
-        # How many rows are read at a time: a thread has 4 x 16 bytes of residue under way.
-        self._block = 32 if real == tl.float32 else 16
-        table = _tiles(slots)
-        self._n_tiles = len(table)
-        self._tiles = uploaded(table, self._device)
-        blocks = _blocks(slots)
-        self._n_blocks = len(blocks)
-        self._blocks = uploaded(blocks, self._device)
+        # BLOCK rows are read at a time: a thread has 4 x 16 bytes of residue under way.
+        block = 32 if real == tl.float32 else 16
+        self._of_pass = {"BLOCK": block, "num_warps": 4}
+        self._tiles = uploaded(_tiles(slots), self._device)
+        # Scales are measured in a launch of their own: a block spans several tiles.
+        self._blocks = uploaded(_blocks(slots), self._device)
         fields = np.array([_fields(slot) for slot in slots], np.int64)
         self._tensors = uploaded(fields, self._device)
         self._grads: Sequence[torch.Tensor] = ()
@@ -90,25 +88,20 @@ class TritonKernel:
         self._grads, self._step, self._taken = (), None, None
 
     def choose(self, extra: float, chosen: torch.Tensor) -> None:
-        self._launch_pass(tiles.choose_tiles, chosen, self._scale)
-        self._measure(extra, chosen)
-
-    def _measure(self, extra: float, chosen: torch.Tensor) -> None:
-        """Measure the scales of integers, in a launch of its own: a block spans several tiles."""
-        if self._n_blocks:
-            arguments = self._tensors, self._step, chosen, self._scale, extra
-            self._start(tiles.measure_blocks, self._n_blocks, self._blocks, *arguments)
+        step = self._step
+        self._launch(tiles.choose_tiles, self._tiles, step, chosen, self._scale, **self._of_pass)
+        self._launch(tiles.measure_blocks, self._blocks, step, chosen, self._scale, extra)
 
     def take_and_accumulate(
         self, beta: float, extra: float, wire: Wire, chosen: torch.Tensor | None = None
     ) -> torch.Tensor:
         count = torch.zeros((), dtype=torch.int64, device=self._device)
-        arguments = *wire, chosen, count, beta, self._scale, extra
-        chooses = chosen is not None
-        self._launch_pass(tiles.take_and_accumulate_tiles, *arguments, CHOOSES=chooses)
+        arguments = self._step, *wire, chosen, count, beta, self._scale, extra
+        how = {"CHOOSES": chosen is not None, **self._of_pass}
+        self._launch(tiles.take_and_accumulate_tiles, self._tiles, *arguments, **how)
         self._taken = beta, wire
         if chosen is not None:
-            self._measure(extra, chosen)
+            self._launch(tiles.measure_blocks, self._blocks, self._step, chosen, self._scale, extra)
         return count
 
     def scatter(
@@ -119,8 +112,8 @@ class TritonKernel:
             for output, grad in zip(outputs, self._grads, strict=True)
         )
         step = self._step if in_place else self._step_table(outputs)
-        constants = {"BLOCK": self._block, "num_warps": 4}
-        self._launch(tiles.scatter_tiles, step, offsets, averages, 1 / self._scale, **constants)
+        arguments = step, offsets, averages, 1 / self._scale
+        self._launch(tiles.scatter_tiles, self._tiles, *arguments, **self._of_pass)
 
     def roll_back(self, keep_gradients: bool = False, spared: Sequence[bool] = ()) -> None:
         if self._taken is not None:
@@ -128,25 +121,19 @@ class TritonKernel:
                 self._frozen = [a or b for a, b in zip(self._frozen, spared, strict=True)]
                 self._step = self._step_table(self._grads)
             beta, wire = self._taken
-            arguments = *wire, beta, 0.0 if keep_gradients else beta, self._scale
-            self._launch_pass(tiles.roll_back_tiles, *arguments)
+            arguments = self._step, *wire, beta, 0.0 if keep_gradients else beta, self._scale
+            self._launch(tiles.roll_back_tiles, self._tiles, *arguments, **self._of_pass)
         self._taken = None
 
-    def _launch_pass(self, kernel: Any, *arguments: object, **constants: object) -> None:
-        self._launch(kernel, self._step, *arguments, **constants, BLOCK=self._block, num_warps=4)
-
-    def _launch(
-        self, kernel: Any, step: torch.Tensor, *arguments: object, **constants: object
-    ) -> None:
-        if self._n_tiles:
-            arguments = self._tiles, self._tensors, step, *arguments
-            self._start(kernel, self._n_tiles, *arguments, **constants)
-
-    def _start(self, kernel: Any, programs: int, *arguments: object, **constants: object) -> None:
+    def _launch(self, kernel: Any, table: torch.Tensor, *arguments: object, **how: object) -> None:
+        """Launch a program for each row of a table. arguments: the step's table first."""
+        if not len(table):
+            return
         is_cuda = self._device.type == "cuda"
         with torch.cuda.device(self._device) if is_cuda else contextlib.nullcontext():
             # No fused multiply-adds: they round differently from all other kernels.
-            kernel[(programs,)](*arguments, **constants, **self._dtypes, enable_fp_fusion=False)
+            how |= {**self._dtypes, "enable_fp_fusion": False}
+            kernel[(len(table),)](table, self._tensors, *arguments, **how)
 
     def _step_table(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """This step's fields, in scalecom_hvd/triton's order, with the addresses of `tensors`."""

@@ -37,7 +37,6 @@ import torch
 
 from scalecom_hvd.agreement import FIRST_MEETING, Settings, compare_ranks
 from scalecom_hvd.bucket_layout import Stats
-from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.bucket_plan import Groups, Part
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
 from scalecom_hvd.exchange.exchange import Exchange
@@ -151,7 +150,7 @@ class LocalSteps(Averager):
         self._fragments, groups = cut_into_fragments(
             parameters, groups, schedule.fragments, method.config
         )
-        self.exchange = Exchange(
+        self.exchange: Exchange = Exchange(
             self.common,
             method,
             collectives,
@@ -506,26 +505,6 @@ class LocalSteps(Averager):
         """For a broadcast, make the parameters the common ones, until they are put back."""
         if self._under_way:
             self.own.show_common()
-
-    def in_step(self) -> bool:
-        """Whether changes were reported that are not averaged yet."""
-        return self.exchange.in_step()
-
-    def complete_state(self) -> None:
-        """Wait for the parts of the method's state that are still missing."""
-        self.exchange.complete_state()
-
-    def agree_anew(self) -> None:
-        """Make ranks compare at the next synchronisation: other residues were loaded."""
-        self.exchange.agree_anew()
-
-    def abort(self) -> None:
-        """Forget a synchronisation that cannot be completed; nothing is lost from the residues."""
-        self.exchange.abort()
-
-    def watch(self, diagnostics: Diagnostics) -> None:
-        """Look at synchronisations from now on."""
-        self.exchange.watch(diagnostics)
 
     def state_dict(self) -> Saved:
         """What is saved of this rank's local steps. The tensors are the ones in use.
