@@ -37,11 +37,6 @@ def flat_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return (own.to_dense() if own.is_sparse else own).contiguous().view(-1)
 
 
-def flat_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient as a contiguous (N,) tensor: p.grad itself if its layout allows."""
-    return flat_tensor(parameter.grad)
-
-
 def unflat_gradient(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     """What p.grad must become when `flat` holds the average: p.grad itself, if possible."""
     grad = parameter.grad.detach()

@@ -30,7 +30,7 @@ from scalecom_hvd.exchange.gradients import (
     any_of,
     as_bytes,
     empty_sparse_gradient,
-    flat_gradient,
+    flat_tensor,
     four_elements,
     wide_dtype,
 )
@@ -214,7 +214,7 @@ class NewGradients:
     def _average_again(self, sparse: Collection[str], send_sparse: SparseAverage | None) -> None:
         dense = {name: p for name, p in self._parameters.items() if name not in sparse}
         waits = {name: send_sparse(self._parameters[name]) for name in sparse}
-        averages = self.averages_of({name: flat_gradient(p) for name, p in dense.items()})
+        averages = self.averages_of({name: flat_tensor(p.grad) for name, p in dense.items()})
         for name, parameter in self._parameters.items():
             grad = parameter.grad
             if name in waits:

@@ -20,7 +20,7 @@ from scalecom_hvd.exchange.bucket_plan import Groups
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.face import Face, Options, Told
-from scalecom_hvd.exchange.gradients import flat_gradient, unflat_gradient
+from scalecom_hvd.exchange.gradients import flat_tensor, unflat_gradient
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.new_gradients import (
     CHANGED,
@@ -154,7 +154,7 @@ class OptimizerGradients(StartsAlike):
                 exchange.ready_elsewhere(name)
                 return
             self._mark(name)
-            flat = flat_gradient(parameter)
+            flat = flat_tensor(parameter.grad)
             if self._node is not None:  # p.grad stays what the script sees
                 flat = flat.clone()
             self._stage.ready(name, flat, parameter.requires_grad)

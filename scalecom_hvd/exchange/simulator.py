@@ -26,7 +26,7 @@ from scalecom_hvd.exchange.collectives import CollectiveError
 from scalecom_hvd.exchange.devices import Point, recorded
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.face import Options
-from scalecom_hvd.exchange.gradients import as_bytes, flat_gradient, unflat_gradient
+from scalecom_hvd.exchange.gradients import as_bytes, flat_tensor, unflat_gradient
 from scalecom_hvd.exchange.local.local_steps import LocalSteps
 from scalecom_hvd.exchange.local.outer_step import Outer
 from scalecom_hvd.exchange.methods import Method, ScaleCom
@@ -236,22 +236,19 @@ class SimulatedCollectives:
         network: where the ranks meet.
         position: this rank's position.
         sums: whether `all_reduce` gives sums.
-        predivide: Horovod's gradient_predivide_factor.
     """
 
     elastic = False
     spins, is_ordered = True, False
 
-    def __init__(
-        self, network: Network, position: int, sums: bool = False, predivide: float = 1.0
-    ) -> None:
+    def __init__(self, network: Network, position: int, sums: bool = False) -> None:
         self._submit = functools.partial(network.submit, position)
         self.position = position
         self.size = network.n
         self.share = 1.0 if sums else 1 / network.n
         # Each rank numbers its own exchanges, as if it had a process of its own.
         self.numbers = network.numbers[position]
-        self._sums, self._predivide = sums, predivide
+        self._sums = sums
 
     def restarts(self) -> Callable[[], bool]:
         """Simulated ranks are never started anew."""
@@ -268,10 +265,9 @@ class SimulatedCollectives:
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> SimulatedWork:
         """Average or sum all ranks' buffers, in place. int32 is always summed."""
-        what = ("average", self._sums, self._predivide, buffer.dtype, tuple(buffer.shape))
+        what = ("average", self._sums, buffer.dtype, tuple(buffer.shape))
         divide = not self._sums and buffer.dtype != torch.int32
-        combine = functools.partial(_reduce, divide=divide, predivide=self._predivide)
-        return self._submit(name, what, buffer, combine)
+        return self._submit(name, what, buffer, functools.partial(_reduce, divide=divide))
 
     def gather(self, tensor: torch.Tensor, name: str) -> SimulatedWork:
         """Join all ranks' tensors."""
@@ -285,16 +281,11 @@ def _broadcast(buffers: list[torch.Tensor], root: int) -> None:
             buffer.copy_(buffers[root])
 
 
-def _reduce(buffers: list[torch.Tensor], divide: bool, predivide: float) -> None:
-    if divide and predivide != 1:
-        for buffer in buffers:
-            buffer.div_(predivide)
+def _reduce(buffers: list[torch.Tensor], divide: bool) -> None:
     total = buffers[0]
     for buffer in buffers[1:]:
         total.add_(buffer)
     if divide:
-        if predivide != 1:
-            total.mul_(predivide)
         total.div_(len(buffers))
     for buffer in buffers[1:]:
         buffer.copy_(total)
@@ -311,7 +302,6 @@ class Simulation:
         make_parameters: a function that is called with a rank, and returns its
             {name: torch.nn.Parameter} in the model's order.
         sums: whether gradients are summed instead of averaged.
-        predivide: Horovod's gradient_predivide_factor.
         groups: see face.Options.
         compression: the method's class.
         local_steps, outer, overlap, fragments, clip_changes: as in DistributedOptimizer. With local
@@ -337,7 +327,6 @@ class Simulation:
         make_parameters: Callable[[int], dict[str, torch.Tensor]],
         *,
         sums: bool = False,
-        predivide: float = 1.0,
         groups: Groups | None = None,
         compression: Callable[..., Method] = ScaleCom,
         local_steps: int | Mapping[int, int] | None = None,
@@ -349,9 +338,7 @@ class Simulation:
         **settings: Any,
     ) -> None:
         self.network = Network(n)
-        self.collectives = [
-            SimulatedCollectives(self.network, rank, sums, predivide) for rank in range(n)
-        ]
+        self.collectives = [SimulatedCollectives(self.network, rank, sums) for rank in range(n)]
         self.parameters = [make_parameters(rank) for rank in range(n)]
         self.compressors = [compression(**settings) for _ in range(n)]
         for method in self.compressors:
@@ -445,7 +432,7 @@ class Simulation:
         for name in (*arrived, *missing):
             parameter = parameters[name]
             fill_in(parameter, is_sparse=False)
-            exchange.ready(name, flat_gradient(parameter), parameter.requires_grad)
+            exchange.ready(name, flat_tensor(parameter.grad), parameter.requires_grad)
         for name, flat in exchange.finish().items():
             parameters[name].grad = unflat_gradient(parameters[name], flat)
         return {name: parameter.grad for name, parameter in parameters.items()}

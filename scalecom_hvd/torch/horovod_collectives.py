@@ -146,14 +146,9 @@ class HorovodCollectives:
         predivide: float = 1.0,
     ) -> None:
         self._process_set = process_set or horovod.global_process_set
-        averages = op == horovod.Average
-        self._reduction = {
-            "op": op,
-            "prescale_factor": 1 / predivide if averages else 1.0,
-            "postscale_factor": predivide if averages else 1.0,
-            "process_set": self._process_set,
-        }
-        self._sum = {"op": horovod.Sum, "prescale_factor": 1.0, "postscale_factor": 1.0}
+        factors = {"prescale_factor": 1 / predivide, "postscale_factor": predivide}
+        self._reduction = {"op": op, "process_set": self._process_set, **factors}
+        self._sum = {"op": horovod.Sum, "process_set": self._process_set}
         self.spins = True
         self._size = 0
         _alive.add(self)
@@ -197,7 +192,7 @@ class HorovodCollectives:
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> HorovodWork:
         """Average (or sum) over ranks, in place. int32 is always summed."""
-        reduction = self._reduction | (self._sum if buffer.dtype == torch.int32 else {})
+        reduction = self._sum if buffer.dtype == torch.int32 else self._reduction
         return self._submit(horovod.allreduce_async_, buffer, name=name, **reduction)
 
     def gather(self, tensor: torch.Tensor, name: str) -> HorovodWork:

@@ -115,17 +115,15 @@ def test_the_order_of_arrival_changes_nothing():
         assert_same(first, second)
 
 
-def test_sums_and_predivision():
+def test_sums():
     averages = simulate(4).step(as_tensors(made_up(4, 0)))[0]
     sums = simulate(4, sums=True).step(as_tensors(made_up(4, 0)))[0]
-    predivided = simulate(4, predivide=8.0).step(as_tensors(made_up(4, 0)))[0]
     for name in SHAPES:
         torch.testing.assert_close(sums[name], 4 * averages[name])
-        torch.testing.assert_close(predivided[name], averages[name])
 
 
 NARROW = {
-    "integers": {"bits": 3, "predivide": 3.0},
+    "integers": {"bits": 3},
     "sums of integers": {"bits": 4, "sums": True, "lookahead": True},
 }
 
