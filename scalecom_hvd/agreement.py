@@ -62,9 +62,6 @@ class Names:
 
     Each rank claims a number. All ranks agree on the largest, and use it.
 
-    Args:
-        numbers: of this process's exchanges.
-
     Attributes:
         number: of this exchange.
     """

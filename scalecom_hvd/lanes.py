@@ -78,11 +78,7 @@ class Lanes:
         return 4 if 0 < self.rows <= 16 and self.width else 8 * self.offset_dtype.itemsize
 
     def indices(self, offsets: NDArray[np.integer]) -> NDArray[np.int64]:
-        """The flat positions (k,) of the elements at row `offsets[lane]` of each lane.
-
-        Args:
-            offsets: (k,).
-        """
+        """The flat positions (k,) of the elements at row `offsets[lane]` of each lane."""
         starts, strides = self.starts_and_strides()
         return starts + offsets.astype(np.int64) * strides
 

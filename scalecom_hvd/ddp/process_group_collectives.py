@@ -109,12 +109,7 @@ def _leave_behind() -> None:
 class ProcessGroupWork:
     """A collective that was submitted to torch.distributed. See `Work`.
 
-    Args:
-        name: of the collective.
-        group: the group that it was submitted to.
-        work: torch's object for it.
-        result: the tensor from which its result is made.
-        then: makes the result when the collective is done.
+    result, then: the tensor from which its result is made, and what makes it when it is there.
     """
 
     def __init__(

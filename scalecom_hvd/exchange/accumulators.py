@@ -18,10 +18,6 @@ from scalecom_hvd.exchange.residue import CompressedTensor
 class Accumulators:
     """The accumulators of a bucket's compressed tensors, one after the other.
 
-    Args:
-        tensors: the compressed tensors.
-        slots: their slots.
-
     Attributes:
         flat: (N,) acc, minus what was sent.
         average: (N,) the average, zero where nothing was received.

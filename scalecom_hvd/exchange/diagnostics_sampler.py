@@ -97,12 +97,7 @@ class Sampler:
         """Let ranks compare what they saw of a step that is over.
 
         All ranks call this, so they may wait for each other. If a part of the step was skipped, all
-        ranks know it, and there is nothing to compare.
-
-        Args:
-            step: the step's number.
-            collectives: how this rank reaches the others.
-            name: the full name of the gather.
+        ranks know it, and there is nothing to compare. name: the full name of the gather.
         """
         columns, self._columns = self._columns, {}
         self._before.clear()

@@ -56,11 +56,7 @@ def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def limit_of(dtype: torch.dtype) -> float:
-    """The largest magnitude that a gradient element may have for a residue of this dtype.
-
-    Args:
-        dtype: float32 or float64.
-    """
+    """The largest magnitude of a gradient's element for a residue of float32, or of float64."""
     return largest_gradient(str(dtype).removeprefix("torch."))
 
 

@@ -62,9 +62,6 @@ class Mark:
     `.data`, and a GradScaler's unscaling), and versions say nothing if gradients share a storage.
     So four elements are compared too.
 
-    Args:
-        parameter: the parameter whose gradient is marked.
-
     Attributes:
         sample: these elements, if they are on a device that the host would have to wait for; else
             None.
@@ -192,9 +189,7 @@ class NewGradients:
 
         If they did not, p.grad becomes what Horovod would make of it. Waits for all ranks.
 
-        Args:
-            sparse: names of parameters whose gradients are sparse.
-            send_sparse: a function that averages sparse gradients.
+        sparse: names of parameters whose gradients are sparse.
         """
         found = self.compare(list(self._parameters))
         if found is Found.SET_BY_HAND:

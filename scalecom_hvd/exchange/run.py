@@ -123,10 +123,6 @@ class Averager:
 class Run:
     """The residues, and the method's state, of one training run on this rank.
 
-    Args:
-        method: the method that has this run.
-        config: its settings, resolved.
-
     Attributes:
         residues: of all compressed tensors, with the number of steps.
         tensor_states: {name of a compressed tensor: {what: tensor}}.

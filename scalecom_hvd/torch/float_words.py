@@ -50,8 +50,7 @@ def pack(integers: torch.Tensor, levels: int, ranks: int) -> torch.Tensor:
 def unpack(result: torch.Tensor, k: int, levels: int, ranks: int) -> tuple[torch.Tensor, float]:
     """The sums (k,), int32, of all ranks' integers, and the factor that Horovod multiplied them by.
 
-    Args:
-        result: Horovod's result for what `pack` gave; finite.
+    result: Horovod's result for what `pack` gave; finite.
     """
     fields, bits = fields_per_word(levels, ranks), field_bits(levels, ranks)
     share = float(result[0]) / ranks

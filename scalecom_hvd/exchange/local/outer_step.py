@@ -142,12 +142,9 @@ class OuterStep:
     def broadcast(
         self, collectives: Collectives, root: int, described: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Give all ranks the common parameters and the optimizer's state of one rank.
+        """Give all ranks the common parameters and the optimizer's state of the rank `root`.
 
-        Args:
-            collectives: how this rank reaches the others.
-            root: the position of that one rank.
-            described: what `describe` gave there.
+        described: what `describe` gave there.
         """
         for x, own in zip(self.common.values(), described, strict=False):
             state = dict(own)

@@ -16,10 +16,6 @@ import torch
 class OwnParameters:
     """The values that one optimizer's parameters on this rank must have at its next step.
 
-    Args:
-        parameters: {name: parameter} of all that are trained.
-        common: {name: x}, the common parameters.
-
     Attributes:
         values: {name: tensor} that are held. None: nothing is held.
     """

@@ -25,9 +25,7 @@ _alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
 def register(local: LocalSteps, travels: bool) -> None:
     """Remember local steps as long as they live.
 
-    Args:
-        local: the local steps of one optimizer.
-        travels: whether their averages travel while steps go on.
+    travels: whether their averages travel while steps go on.
     """
     _alive.add(local)
     if travels:
