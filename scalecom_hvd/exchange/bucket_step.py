@@ -399,7 +399,8 @@ class BucketStep:
             stay = [a or not b for a, b in zip(self.frozen, spared, strict=True)]
             self._apart.commit(self._own_grads, self.scale, stay)
         if isinstance(self._reduced, Values) and self._reduced.whole:
-            self._reduced.copy_to(self.grads)
+            whole = self._reduced.whole
+            torch._foreach_copy_([self.grads[name] for name in whole], list(whole.values()))
         for name in unused:
             self.grads[name].zero_()
 

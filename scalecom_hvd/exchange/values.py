@@ -53,10 +53,6 @@ class Values:
         # Looked at in the wire dtype, because what overflows there is not finite either.
         return ~self._all_whole.isfinite().all()
 
-    def copy_to(self, grads: Mapping[str, torch.Tensor]) -> None:
-        """Copy the averages of the tensors sent whole to these gradients."""
-        torch._foreach_copy_([grads[name] for name in self.whole], list(self.whole.values()))
-
 
 def norms_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """(number of tensors,): the norm of each. No host waits. Very large ones are infinite."""

@@ -17,18 +17,24 @@ except ModuleNotFoundError as _error:
     raise _explained(_error, "scalecom_hvd.torch") from _error
 
 import scalecom_hvd.torch.elastic  # noqa: F401  Over Horovod's: its states keep residues.
+from scalecom_hvd import monitoring as _monitoring
 from scalecom_hvd.agreement import JOIN_REFUSED as _JOIN_REFUSED
 from scalecom_hvd.exchange import public_names as _public_names
 from scalecom_hvd.exchange.background_thread import wait_for_kept as _wait_for_kept
 from scalecom_hvd.exchange.public_names import *  # noqa: F403
-from scalecom_hvd.torch.broadcast import broadcast_parameters as broadcast_parameters
 from scalecom_hvd.torch.collective_names import named_collectives as _named_collectives
 from scalecom_hvd.torch.compressor import ScaleCom
 from scalecom_hvd.torch.horovod_collectives import exchanges_alive as _exchanges_alive
-from scalecom_hvd.torch.monitor import Monitor as Monitor
 from scalecom_hvd.torch.optimizer import DistributedOptimizer as DistributedOptimizer
+from scalecom_hvd.torch.optimizer import broadcast_parameters as broadcast_parameters
 
 globals().update(_named_collectives())
+
+
+class Monitor(_monitoring.Monitor):  # noqa: D101 (it is that one's)
+    __doc__ = _monitoring.Monitor.__doc__
+
+    _rank = staticmethod(_horovod.rank)
 
 
 def join(device: int = -1) -> int:

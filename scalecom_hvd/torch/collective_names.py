@@ -37,7 +37,7 @@ def named_collectives() -> dict[str, Callable[..., Any]]:
     Returns:
         {function name: the function that names its calls}.
     """
-    counts = _Counts()
+    number = _counter()
     # Run Horovod's own code in a copy of its namespace, in which the backward of a differentiable
     # collective finds the functions below. Horovod's module stays unchanged.
     namespace = dict(vars(mpi_ops))
@@ -52,7 +52,7 @@ def named_collectives() -> dict[str, Callable[..., Any]]:
         if function is not None:
             is_differentiable = not ending
             own = _moved(function, namespace) if is_differentiable else function
-            named[name] = _named(own, name, counts)
+            named[name] = _named(own, name, number)
     namespace |= named
     return named
 
@@ -65,23 +65,22 @@ def _moved(function: Callable[..., Any], namespace: dict[str, Any]) -> Callable[
     return functools.update_wrapper(moved, function)
 
 
-class _Counts:
-    """How often each collective was called without a name since Horovod started."""
+def _counter() -> Callable[[str, int], int]:
+    """Counts unnamed calls since Horovod started: the number of a call, by name and process set."""
+    restarts, counts = Restarts(), collections.Counter[tuple[str, int]]()
 
-    def __init__(self) -> None:
-        self._restarts = Restarts()
-        self._counts: collections.Counter[tuple[str, int]] = collections.Counter()
+    def number(*what: Any) -> int:
+        if restarts.noticed():
+            counts.clear()
+        counts[what] += 1
+        return counts[what] - 1
 
-    def next(self, what: str, process_set: int) -> int:
-        """The number of this call, counted per collective and process set."""
-        key = what, process_set
-        if self._restarts.noticed():
-            self._counts.clear()
-        self._counts[key] += 1
-        return self._counts[key] - 1
+    return number
 
 
-def _named(function: Callable[..., Any], what: str, counts: _Counts) -> Callable[..., Any]:
+def _named(
+    function: Callable[..., Any], what: str, number: Callable[[str, int], int]
+) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -90,7 +89,7 @@ def _named(function: Callable[..., Any], what: str, counts: _Counts) -> Callable
         if given.arguments.get("name") is None:
             # Count per process set: ranks outside of a set do not make its calls.
             process_set = getattr(given.arguments.get("process_set"), "process_set_id", 0)
-            given.arguments["name"] = f"{what}.call.{counts.next(what, process_set)}"
+            given.arguments["name"] = f"{what}.call.{number(what, process_set)}"
         return function(*given.args, **given.kwargs)
 
     return collective

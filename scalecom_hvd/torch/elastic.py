@@ -23,7 +23,7 @@ from horovod.torch.functions import broadcast_object
 from scalecom_hvd.exchange.local.local_steps import LocalSteps
 from scalecom_hvd.exchange.local.rounds_alive import rounds_of
 from scalecom_hvd.exchange.methods import Method
-from scalecom_hvd.torch.broadcast import broadcast_parameters
+from scalecom_hvd.torch.optimizer import broadcast_parameters
 
 
 class ResiduesHandler(_state.StateHandler):

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import horovod.torch as horovod
 import torch
 from horovod.common.process_sets import ProcessSet
+from horovod.torch import functions
 from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.compression import Compression, Compressor
 
@@ -28,6 +29,7 @@ from scalecom_hvd.exchange.faces import (
     check_left_out,
     check_local,
     check_parameters,
+    common_parameters,
     is_method,
     local_members,
     make_averager,
@@ -233,6 +235,21 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     ):
         wrapped._register_hooks()
     return wrapped
+
+
+def broadcast_parameters(params: dict[str, Any] | list[Any], root_rank: int) -> None:
+    """horovod.torch.broadcast_parameters, which also works for models with local steps.
+
+    If a rank's loaded state is from the middle of a round of local steps, the root sends the common
+    parameters. Ranks without a state begin from these. Ranks with a state get their own parameters
+    back afterwards.
+
+    Args:
+        params: a state_dict, or a list of (name, tensor) or of tensors.
+        root_rank: the rank whose parameters are sent.
+    """
+    with common_parameters(params):
+        functions.broadcast_parameters(params, root_rank)
 
 
 @not_compiled
