@@ -82,6 +82,12 @@ class ScaleComConfig:
     fill the steps after it, even if the script clips gradients. None: residues keep everything.
     """
 
+    max_norm: float | None = None
+    """How long a tensor's gradient may be on a rank at all; None: any length.
+
+    It holds from the first step on. A longer one is an outlier, as above.
+    """
+
     min_numel: int = 2048
     """Tensors with fewer elements are sent whole. Biases and norms cost little and matter much."""
 
@@ -178,9 +184,9 @@ class ScaleComConfig:
         def fix(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        may_be_none = ("rate", "bits", "beta", "nu", "outliers", "total_steps")
+        may_be_none = ("rate", "bits", "beta", "nu", "outliers", "max_norm", "total_steps")
         for names, checked in (
-            (("rate", "warmup_rate", "beta", "nu", "outliers"), checked_number),
+            (("rate", "warmup_rate", "beta", "nu", "outliers", "max_norm"), checked_number),
             (("min_numel", "bits", "bucket_bytes", "total_steps", "warmup_steps"), _integer),
         ):
             for name in names:
@@ -220,6 +226,8 @@ class ScaleComConfig:
                 f"outliers must be at least 1 and finite, or None, not {self.outliers}. It is how "
                 "many times as long as its longest recent one a gradient may be"
             )
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(f"max_norm must be greater than 0, or None, not {self.max_norm}")
         shares = {
             "nu": "It is the momentum's share of a step; 1 leaves the optimizer as it is",
             "beta": "1 is classic error feedback; a lower beta is more stable",

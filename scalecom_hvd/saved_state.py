@@ -25,7 +25,7 @@ WITHOUT = "go on without loading the state (the residues start at zero)"
 _WARMUP = ("warmup_steps", "warmup_rate")
 # Settings of earlier releases, which do not matter either.
 _GONE = ("step_ahead", "wire_dtype")
-_FREE_SETTINGS = (*_WARMUP, *_GONE, "total_steps", "flush", "nu", "outliers")
+_FREE_SETTINGS = (*_WARMUP, *_GONE, "total_steps", "flush", "nu", "outliers", "max_norm")
 # Settings that may also differ for ScaleCom. They may not for other methods and quantisers, which
 # draw, or choose, bucket by bucket. (If leaders are staggered, they take other turns.)
 _FREE_FOR_SCALECOM = ("bucket_bytes",)

@@ -200,15 +200,17 @@ class Residues:
         """
         for name, norm in norms.items():
             own = self.tensors[name]
-            longest, share = own.norms.longest, own.norms.share(norm, self.config.outliers)
+            longest = own.norms.longest
+            share = own.norms.share(norm, self.config.outliers, self.config.max_norm)
             if share < 1:
                 own.residue.mul_(share)
                 log.info(
-                    "step %d: a gradient of %s is %.3g times as long as the longest recent one, so "
+                    "step %d: a gradient of %s has the norm %.3g, the longest recent one %.3g, so "
                     "its residue is multiplied by %g",
                     self.step,
                     name,
-                    norm / longest,
+                    norm,
+                    longest,
                     share,
                 )
 

@@ -296,7 +296,7 @@ class Exchange:
             if self.config.lookahead:
                 self.progress.ahead.assign(True)
             self.progress.whole.assign(now.whole)
-            if self.config.outliers is not None:
+            if (self.config.outliers, self.config.max_norm) != (None, None):
                 whole = tf.convert_to_tensor(now.whole)
                 tf.cond(whole, tf.no_op, lambda: self._scale_after_outliers(flat, now))
             updated = [residue for result in results for residue in result.updated]
@@ -324,8 +324,11 @@ class Exchange:
         recent = tf.stack([tensor.recent.read_value() for tensor in tensors], 1)
         longest, count, outliers = tf.unstack(recent)
         counts = (norms >= SMALLEST) & tf.math.is_finite(norms)
-        limit = self.config.outliers * longest
-        is_outlier = counts & (count >= LEAST) & (norms > limit)
+        limit = tf.fill(norms.shape, tf.constant(self.config.max_norm or math.inf, norms.dtype))
+        if self.config.outliers is not None:
+            most = tf.minimum(limit, self.config.outliers * longest)
+            limit = tf.where(count >= LEAST, most, limit)
+        is_outlier = counts & (norms > limit)
         shares = tf.where(is_outlier, 2 ** tf.floor(tf.math.log(limit / norms) / math.log(2)), 1)
         longest = tf.where(counts, tf.maximum(norms * shares, KEPT * longest), longest)
         noted = tf.stack(

@@ -115,6 +115,10 @@ class LocalSteps(Averager):
                 "nu has no meaning with local steps, because each rank's optimizer has its own "
                 f"gradients, which are not late: leave out nu= of {type(method).__name__}"
             )
+        if method.config.max_norm is not None:
+            raise ValueError(
+                "max_norm= is for gradients, but local steps send changes: give clip_changes="
+            )
         self.schedule = schedule
         self._overlap = overlap
         self._clipping = Clipping(clip_changes)
