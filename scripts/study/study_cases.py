@@ -1,4 +1,4 @@
-"""The runs that the study makes: six experiments, each a list of cases.
+"""The runs that the study makes: five experiments, each a list of cases.
 
 The runs of a case differ only in their seeds. Its `group` is what is trained, `what` is compared
 there, and `x` says what was varied. `--quick` keeps one seed, shorter runs, and what matters most.
@@ -14,7 +14,6 @@ from typing import Any
 
 from study_run import Run
 
-RATES = (25, 100, 400)
 RATE = 100
 # Tasks without local steps.
 SECOND = ("mobilenet", "transformer")
@@ -22,7 +21,6 @@ MANY = {"steps": 250, "batch_size": 8, "norm": "group"}
 # Local steps between synchronisations, the sent values' quantisation, and who chooses the values.
 STEPS = (1, 4, 16)
 QUANTISERS = ("none", "sign", "4 bits", "8 bits")
-WIDTHS = ("none", "8 bits", "4 bits", "2 bits", "sign")
 SELECTIONS = {"leader": "ScaleCom", "local": "LocalTopK"}
 # Few meetings: what workers send after H steps or, with DeMo, after every step.
 FADING = {"beta": 1.0, "decay": 0.95}
@@ -117,6 +115,11 @@ MOMENTUM_ASKED = (
     "ResNet, group norm",
     "ResNet, group norm, unlike data",
 )
+# The tasks of these optimizers, with the learning rate that was best for dense training on seed 11.
+OTHER_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "Transformer, 250 steps, Lion": {"optimizer": "lion", "lr": 0.003},
+    "Transformer, 250 steps, Muon": {"optimizer": "muon", "lr": 0.01},
+}
 RIVALS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
     "the defaults": ("ScaleCom", LIBRARY),
@@ -149,8 +152,6 @@ def cases(tasks: tuple[str, ...], seeds: tuple[int, ...], quick: bool) -> list[C
     own = [task for task in tasks if task not in SECOND][: 1 if quick else None]
     found = [*defaults(tasks, quick), *momentum(tasks, quick), *trials(tasks, quick)]
     found += [*local(own, quick)]
-    if "resnet" in tasks and not quick:
-        found += [*widths()]
     if "lstm" in tasks:
         found += [*meetings(quick)]
     return [dataclasses.replace(case, runs=tuple(with_seeds(case, seeds, quick))) for case in found]
@@ -162,7 +163,7 @@ def with_seeds(case: Case, seeds: tuple[int, ...], quick: bool) -> Iterator[Run]
     With 64 workers there is time for only one.
     """
     (run,) = case.runs
-    wanted = {"momentum": 2, "local": 3, "widths": 2}.get(case.experiment, len(seeds))
+    wanted = {"momentum": 2, "local": 3}.get(case.experiment, len(seeds))
     if case.experiment == "meetings":
         *_, wanted = MEETINGS[case.group]
     if quick or run.workers >= 64:
@@ -211,10 +212,14 @@ def asked_about(task: str, tasks: tuple[str, ...]) -> bool:
 
 def momentum(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
     """2. The momentum's share of a step: nu, instead of the library's choice."""
-    for situation in MOMENTUM_ASKED[:1] if quick else MOMENTUM_ASKED:
-        task, fields = SITUATIONS[situation]
+    asked = {name: SITUATIONS[name] for name in MOMENTUM_ASKED[: 1 if quick else None]}
+    if not quick:
+        asked |= {name: ("transformer", fields) for name, fields in OTHER_OPTIMIZERS.items()}
+    for situation, (task, fields) in asked.items():
         if asked_about(task, tasks):
-            own = fields | LIBRARY | ({"steps": 150} if quick else {})
+            shorter = {"steps": 150} if quick else {}
+            own = fields | LIBRARY | shorter
+            yield case("momentum", situation, "dense", task, **fields | shorter)
             yield case("momentum", situation, "the defaults", task, "ScaleCom", **own)
             for nu in NUS[:2] if quick else NUS:
                 yield case("momentum", situation, "nu", task, "ScaleCom", nu, **own, nu=nu)
@@ -265,17 +270,8 @@ def local(tasks: list[str], quick: bool) -> Iterator[Case]:
                     yield case("local", task, what, task, method, h, **fields, **options)
 
 
-def widths() -> Iterator[Case]:
-    """5. How a quantiser's levels and k work together."""
-    fields = {"local_steps": 4, "steps": 400, "min_numel": 256}
-    for rate in RATES:
-        for width in WIDTHS:
-            own = fields | ({} if width == "none" else {"quantiser": width})
-            yield case("widths", "digits, H = 4", width, "resnet", "ScaleCom", rate, rate, **own)
-
-
 def meetings(quick: bool) -> Iterator[Case]:
-    """6. Few meetings: what an outer optimizer wins back, and how little may be sent.
+    """5. Few meetings: what an outer optimizer wins back, and how little may be sent.
 
     Workers step by AdamW, and all cases take equally many gradients. Every tensor from 256 elements
     on is compressed.

@@ -193,7 +193,6 @@ TABLES = {
         "Local steps and quantised values", "H", ("kB per step", "kB compressed", *TO_LOSS)
     ),
     "meetings": Table("Few meetings", "H", ("better", "kB per step", *TO_LOSS, *SLOWER, *SECONDS)),
-    "widths": Table("Levels and k", "rate", ("better", "kB compressed")),
 }
 
 

@@ -136,6 +136,44 @@ class Sign(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
 
 
+class Lion(torch.optim.Optimizer):
+    """Steps along the sign of a momentum (Chen et al., 2023, arXiv 2302.06675)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.0, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                state, grad = self.state[parameter], parameter.grad
+                momentum = state.setdefault("exp_avg", torch.zeros_like(parameter))
+                parameter.sub_(momentum.lerp(grad, 1 - first).sign(), alpha=group["lr"])
+                momentum.lerp_(grad, 1 - second)
+
+
+class Muon:
+    """PyTorch's Muon for matrices, and AdamW for all other tensors."""
+
+    def __init__(self, parameters: Any) -> None:
+        kinds: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        for parameter in parameters:
+            kinds[parameter.dim() == 2].append(parameter)
+        self._both = (
+            torch.optim.Muon(kinds[True], weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(kinds[False], weight_decay=0.0),
+        )
+        self.param_groups = [group for one in self._both for group in one.param_groups]
+
+    def step(self) -> None:
+        for one in self._both:
+            one.step()
+
+
+OPTIMIZERS = {"lion": Lion, "muon": Muon}
+
+
 class PowerSGD(hvd.Method):
     """Sends factors of this rank, by two averages a step.
 

@@ -57,7 +57,7 @@ class Run:
     method: "dense", "DeMo" (which has its own optimizer), "PowerSGD", or the name of a class in
         scalecom_hvd.torch, with `options` ((name, value), ...).
     warmup: the share of steps sent whole. None: the library's defaults say what is sent whole.
-    optimizer: "sgd" or "adamw".
+    optimizer: "sgd", "adamw", "lion" or "muon".
     momentum: SGD's momentum, or AdamW's b1.
     local_steps: H. After H steps workers average their parameters' changes.
     outer: the one of OUTERS that steps the common parameters with these averages.
@@ -258,6 +258,8 @@ def optimizer_of(
     """The run's optimizer. The learning rate is set at every step."""
     if run.method == "DeMo":
         return study_rivals.Sign(parameters)
+    if run.optimizer in study_rivals.OPTIMIZERS:
+        return study_rivals.OPTIMIZERS[run.optimizer](parameters)
     momentum = task.momentum if run.momentum is None else run.momentum
     options = SimpleNamespace(
         optimizer=run.optimizer, momentum=momentum, weight_decay=task.weight_decay
