@@ -17,11 +17,10 @@ from scalecom_hvd.exchange.accumulators import Accumulators
 from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.choices import Choices
 from scalecom_hvd.exchange.gradients import wide_dtype
-from scalecom_hvd.exchange.integer_values import IntegerValues
 from scalecom_hvd.exchange.kernels.base import Kernel, TensorSlot, scale_blocks_, scale_numbers
 from scalecom_hvd.exchange.kernels.choice import kernel_for
 from scalecom_hvd.exchange.residue import Residues
-from scalecom_hvd.exchange.values import Values
+from scalecom_hvd.exchange.values import IntegerValues, Values
 
 # With this many elements, a pass over them takes longer (about 0.1 ms) than handing it to a thread.
 WORTH_A_THREAD = 2**19

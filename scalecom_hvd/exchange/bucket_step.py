@@ -27,10 +27,9 @@ from scalecom_hvd.exchange.background_thread import Job
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step, Wait
 from scalecom_hvd.exchange.gradients import check_sizes
-from scalecom_hvd.exchange.integer_values import IntegerValues
 from scalecom_hvd.exchange.kernels.base import Count, Kernel, Wire, positions_of
 from scalecom_hvd.exchange.kernels.native_kernel import NativeKernel
-from scalecom_hvd.exchange.values import Values, norm, norms_of
+from scalecom_hvd.exchange.values import IntegerValues, Values, norm, norms_of
 
 Places = torch.Tensor | slice
 """Flat positions in a bucket's accumulators: an index tensor without repeats, or slice(None)."""

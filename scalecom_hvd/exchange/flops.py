@@ -90,14 +90,12 @@ def _count(
     training = {module: module.training for module in model.modules()}
     with FlopCounterMode(display=False) as counter, _countable():
         for name, module in layers.items():
-            started: list[int] = []
 
-            def before(*_: object, name: str = name, started: list[int] = started) -> None:
-                flops.setdefault(name, 0)
-                started.append(counter.get_total_flops())
+            def before(*_: object, name: str = name) -> None:
+                flops[name] = flops.get(name, 0) - counter.get_total_flops()
 
-            def after(*_: object, name: str = name, started: list[int] = started) -> None:
-                flops[name] += counter.get_total_flops() - started.pop()
+            def after(*_: object, name: str = name) -> None:
+                flops[name] += counter.get_total_flops()
 
             handles.append(module.register_forward_pre_hook(before))
             handles.append(module.register_forward_hook(after))

@@ -140,11 +140,7 @@ class Kernel(Protocol):
         This is m[I] <- m[I] + beta*values, then m <- m - beta*g. The second is left out with
         `keep_gradients`, for gradients that are no longer what they were. Each kernel keeps track
         of its moves itself, because a move may fail halfway. Offsets and values must be what they
-        were.
-
-        Args:
-            keep_gradients: see above.
-            spared: which tensors are left as they are. Empty: none.
+        were. spared: which tensors are left as they are. Empty: none.
         """
         ...
 

@@ -9,22 +9,24 @@ else has overwritten them, all ranks refuse to go on. Imports nothing of this pa
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 
+@dataclass
 class OwnParameters:
     """The values that one optimizer's parameters on this rank must have at its next step.
 
     Attributes:
+        parameters: {name: parameter} of all that are trained.
+        common: {name: x}, the common parameters.
         values: {name: tensor} that are held. None: nothing is held.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, torch.Tensor], common: Mapping[str, torch.Tensor]
-    ) -> None:
-        self._parameters, self._common = parameters, common
-        self.values: dict[str, torch.Tensor] | None = None
+    parameters: Mapping[str, torch.Tensor]
+    common: Mapping[str, torch.Tensor]
+    values: dict[str, torch.Tensor] | None = None
 
     @property
     def held(self) -> bool:
@@ -34,9 +36,9 @@ class OwnParameters:
     @torch.no_grad()
     def hold(self, values: Mapping[str, torch.Tensor] | None = None) -> None:
         """Hold copies of these values. None: hold copies of the parameters as they are."""
-        values = self._parameters if values is None else values
+        values = self.parameters if values is None else values
         self.values = {
-            name: torch.empty_like(p).copy_(values[name]) for name, p in self._parameters.items()
+            name: torch.empty_like(p).copy_(values[name]) for name, p in self.parameters.items()
         }
 
     def let_go(self) -> None:
@@ -46,14 +48,14 @@ class OwnParameters:
     @torch.no_grad()
     def show_common(self) -> None:
         """Make the parameters the common ones, until they are put back."""
-        for name, parameter in self._parameters.items():
-            parameter.copy_(self._common[name])
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.common[name])
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Make the parameters this rank's own again."""
         assert self.values is not None, "nothing is held"
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.parameters.items():
             parameter.copy_(self.values[name])
 
     def in_place(self) -> bool:
@@ -61,5 +63,5 @@ class OwnParameters:
         # In a round that went wrong, parameters may be NaN.
         return self.values is None or all(
             torch.allclose(parameter, self.values[name], rtol=0, atol=0, equal_nan=True)
-            for name, parameter in self._parameters.items()
+            for name, parameter in self.parameters.items()
         )
