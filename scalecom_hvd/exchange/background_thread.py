@@ -30,13 +30,8 @@ _kept_lock = threading.Lock()
 
 def wait_for_kept() -> None:
     """Wait until no thread of this process keeps its owner alive."""
-    while _is_any_kept():
+    while _kept:
         time.sleep(POLL_SECONDS)
-
-
-def _is_any_kept() -> bool:
-    with _kept_lock:
-        return bool(_kept)
 
 
 class Job(Future):

@@ -503,7 +503,12 @@ class Exchange(Averager):
         self._norms = {}
         self.residues.note_step()
         if self.residues.step == self.residues.warmup and self.residues.enter_stage():
-            self._change_lanes()
+            # From now on, tensors are sent at other rates. What was chosen ahead belongs to the old
+            # lanes.
+            for progress in self._waves.all:
+                progress.complete_state()
+            self._method.run.begin_equal_state_anew()
+            self._make_buckets(self.residues.buckets)
         elif self._whole and self.residues.step >= self.residues.whole_steps:
             # Every rank can wait here, and hooks must not wait for the first choice.
             for progress in self._waves.all:
@@ -511,16 +516,6 @@ class Exchange(Averager):
                 progress.bucket.drop_whole_values()
         if looks:
             self._look_at = self.residues.step - 1
-
-    def _change_lanes(self) -> None:
-        """End the warm-up: from the next step on, tensors are sent at other rates.
-
-        What was chosen ahead for that step belongs to the old lanes, and is dropped.
-        """
-        for progress in self._waves.all:
-            progress.complete_state()
-        self._method.run.begin_equal_state_anew()
-        self._make_buckets(self.residues.buckets)
 
     def _abort(self, restarted: bool = False) -> None:
         """Roll back and forget what was done of a step, for example if a collective failed."""

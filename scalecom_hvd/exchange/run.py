@@ -273,7 +273,13 @@ class Run:
             averager.check_state(state)
             node = averager.node
             check_shard(state, (0, 1) if node is None else (node.position, node.size))
-            _note_rank(state, averager.collectives)
+            theirs, mine = state.get("rank"), averager.collectives
+            # Ranks of an elastic run change their positions, but keep their states. When ranks
+            # agree, it is checked that no two of them have the same rank's residues.
+            is_own = theirs in (None, mine.position) or mine.elastic or not state["residues"]
+            if not is_own:
+                said = "rank %d of %d loads the residues that rank %s of %s saved"
+                log.warning(said, mine.position, mine.size, theirs, state.get("ranks"))
 
     def _complete(self, complaint: str) -> None:
         if self.averager is not None:
@@ -466,24 +472,6 @@ class Run:
                 if what in state
             }
         )
-
-
-def _note_rank(state: Saved, collectives: Collectives) -> None:
-    """Warn of a state that another rank saved.
-
-    When ranks agree, it is checked that no two of them have the same rank's residues.
-    """
-    theirs = state.get("rank")
-    # Ranks of an elastic run change their positions, but keep their states.
-    if theirs in (None, collectives.position) or collectives.elastic or not state["residues"]:
-        return
-    log.warning(
-        "rank %d of %d loads the residues that rank %s of %s saved",
-        collectives.position,
-        collectives.size,
-        theirs,
-        state.get("ranks"),
-    )
 
 
 def _saved_states(state: Saved) -> dict[str, Mapping[str, torch.Tensor]]:

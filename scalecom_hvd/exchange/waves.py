@@ -171,20 +171,16 @@ class Waves:
         """Begin these steps, and wait for everything.
 
         All buckets of a wave wait for one round before any bucket waits for the next round. What
-        follows is then submitted early, and in the same order on every rank.
+        follows is then submitted early, and in the same order on every rank. A wave is over when
+        its buckets have submitted everything.
         """
         channels = len(self._channels)
-        for _, wave in itertools.groupby(steps, lambda step: step.bucket.number // channels):
+        for _, group in itertools.groupby(steps, lambda step: step.bucket.number // channels):
             self.begin(steps, all_are_here=True)
-            self._complete_rounds(list(wave))
+            wave, up_to_round = list(group), 0
+            while any(step.has_more for step in wave):
+                for step in wave:
+                    step.advance(up_to_round)
+                up_to_round += 1
         for step in steps:
             step.advance(LAST)
-
-    @staticmethod
-    def _complete_rounds(wave: Sequence[Progress]) -> None:
-        """Wait, round by round, until these steps have submitted everything."""
-        up_to_round = 0
-        while any(step.has_more for step in wave):
-            for step in wave:
-                step.advance(up_to_round)
-            up_to_round += 1

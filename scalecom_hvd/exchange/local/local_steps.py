@@ -423,7 +423,11 @@ class LocalSteps(Averager):
             # takes over the resulting parameters.
             knows = self.collectives.position in known
             if self._journey is not None and knows:
-                self._arrive_where_held()
+                if self.own.held:
+                    self.own.put_back()
+                self._arrive(everywhere=False)
+                if self.own.held:
+                    self.own.hold()
             elif any(everyone[rank]["since"] is not None for rank in known):
                 self._knows = False
             self._journey = None
@@ -440,14 +444,6 @@ class LocalSteps(Averager):
         if known:
             self.taken, self._early = latest, compared[0]["early"]
         self._open = any(other["open"] for other in compared)
-
-    def _arrive_where_held(self) -> None:
-        """Apply averages early: those that travel, or those of a loaded state."""
-        if self.own.held:
-            self.own.put_back()
-        self._arrive(everywhere=False)
-        if self.own.held:
-            self.own.hold()
 
     def _send_common(self, root: int, described: Told, keeps: bool) -> None:
         """Give all ranks the common parameters, and outer state, of the rank at position `root`.
