@@ -19,15 +19,10 @@ Groups = Sequence[Sequence[str]]
 
 
 class Part(NamedTuple):
-    """A part of a step.
+    """A part of a step."""
 
-    Attributes:
-        names: the names of its tensors: all tensors of one or more buckets.
-        is_last: whether the part ends the step.
-    """
-
-    names: Collection[str]
-    is_last: bool
+    names: Collection[str]  # of its tensors: all tensors of one or more buckets
+    is_last: bool  # whether the part ends the step
 
 
 def plan_buckets(

@@ -102,7 +102,12 @@ def _count(
         model.eval()
         try:
             with torch.no_grad():
-                _call(model, example_inputs)
+                if isinstance(example_inputs, Mapping):
+                    model(**example_inputs)
+                elif isinstance(example_inputs, (tuple, list)):
+                    model(*example_inputs)
+                else:
+                    model(example_inputs)
         finally:
             for module, was_training in training.items():
                 module.training = was_training
@@ -123,11 +128,3 @@ def _countable() -> Iterator[None]:
                 yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_attention)
-
-
-def _call(model: torch.nn.Module, example_inputs: object) -> object:
-    if isinstance(example_inputs, Mapping):
-        return model(**example_inputs)
-    if isinstance(example_inputs, (tuple, list)):
-        return model(*example_inputs)
-    return model(example_inputs)

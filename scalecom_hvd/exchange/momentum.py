@@ -25,7 +25,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import (
@@ -55,17 +55,12 @@ Size = float | torch.Tensor
 """a: how many times a gradient a momentum is, if all gradients are equal."""
 
 
-@dataclass(frozen=True)
-class Momentum:
-    """How a kind of optimizer keeps its momentum.
+class Momentum(NamedTuple):
+    """How a kind of optimizer keeps its momentum."""
 
-    Attributes:
-        key: its name in the optimizer's state of a parameter.
-        size: a function that gives `Size` after a number of steps: of the parameter's group and
-            state, and of the steps, for optimizers that do not count them.
-    """
-
-    key: str
+    key: str  # its name in the optimizer's state of a parameter
+    # Gives `Size` after a number of steps: from the parameter's group and state, and from the steps
+    # for optimizers that do not count them.
     size: Callable[[Kept, Kept, int], Size]
 
 

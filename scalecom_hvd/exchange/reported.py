@@ -15,14 +15,11 @@ from scalecom_hvd.exchange.gradients import any_of
 class Gradient(NamedTuple):
     """A gradient that was reported.
 
-    Attributes:
-        flat: (N,). None: this rank has none, or it travels in another way.
-        trained: whether its parameter is trained. If not, and all elements are zero, its residue
-            waits.
+    If its parameter is not trained, and all elements are zero, its residue waits.
     """
 
-    flat: torch.Tensor | None
-    trained: bool
+    flat: torch.Tensor | None  # (N,); None: this rank has none, or it travels in another way
+    trained: bool  # whether its parameter is trained
 
 
 _NONE = Gradient(None, True)

@@ -29,21 +29,15 @@ Count = int | torch.Tensor
 class TensorSlot:
     """A compressed tensor's residue, and the tensor's position in the buffers that it shares.
 
-    Attributes:
-        residue: (N,) float32 or float64.
-        geometry: its lanes.
-        offsets_at: where its k offsets begin, in bytes.
-        values_at: where its k values begin, in elements.
-        levels: L, if values travel as integers (integers.py). 0: they travel as numbers.
-        scales_at: where the scales of integers begin, in bytes of the buffer of offsets.
+    The buffer of offsets holds bytes, and the scales of integers besides.
     """
 
-    residue: torch.Tensor
+    residue: torch.Tensor  # (N,) float32 or float64
     geometry: Lanes
-    offsets_at: int
-    values_at: int
-    levels: int = 0
-    scales_at: int = 0
+    offsets_at: int  # where its k offsets begin, in bytes
+    values_at: int  # where its k values begin, in elements
+    levels: int = 0  # L, if values travel as integers (integers.py); 0: they travel as numbers
+    scales_at: int = 0  # where its scales begin, in bytes
 
     def offsets(self, buffer: torch.Tensor) -> torch.Tensor:
         """This tensor's offsets (k,), geometry.offset_dtype, in a buffer of bytes."""
@@ -64,14 +58,11 @@ class TensorSlot:
 class Wire(NamedTuple):
     """Where values are taken, and the buffers in which they travel.
 
-    Attributes:
-        offsets: the bytes of the chosen offsets, and of the scales of integers.
-        values: what is sent, in the residues' dtype, or integers, int8. It must stay until the
-            step counts, so what travels is a copy.
+    Values must stay until the step counts, so what travels is a copy.
     """
 
-    offsets: torch.Tensor
-    values: torch.Tensor
+    offsets: torch.Tensor  # the bytes of the chosen offsets, and of the scales of integers
+    values: torch.Tensor  # what is sent, in the residues' dtype, or integers, int8
 
 
 Taken = tuple[float, Wire]

@@ -19,19 +19,13 @@ from scalecom_hvd.saved_state import Saved
 
 @dataclass
 class Journey:
-    """A synchronisation between its departure and the step at which its averages are applied.
+    """A synchronisation between its departure and the step at which its averages are applied."""
 
-    Attributes:
-        names: the names of the parameters that are synchronised.
-        since: how many steps were taken before the departure.
-        sent_from: {name: x_i at the departure}, if this rank takes more steps meanwhile.
-        averages: {name: averaged change}, once they were waited for. {}: the synchronisation was
-            skipped.
-    """
-
-    names: Sequence[str]
-    since: int
+    names: Sequence[str]  # of the parameters that are synchronised
+    since: int  # how many steps were taken before the departure
+    # {name: x_i at the departure}, if this rank takes more steps meanwhile.
     sent_from: dict[str, torch.Tensor] = field(default_factory=dict)
+    # {name: averaged change}, once they were waited for. {}: the synchronisation was skipped.
     averages: dict[str, torch.Tensor] | None = None
 
     def state_dict(self) -> Saved:
