@@ -36,10 +36,10 @@ from scalecom_hvd.exchange.faces import (
     common_parameters,
     is_method,
     local_members,
-    make_averager,
     method_of,
     names_of_groups,
     trained_parameters,
+    zero_state,
 )
 from scalecom_hvd.exchange.gradients import local_part
 from scalecom_hvd.exchange.local.local_steps import LocalSteps
@@ -49,6 +49,7 @@ from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.not_compiled import not_compiled
 from scalecom_hvd.exchange.optimizer_gradients import OptimizerGradients
+from scalecom_hvd.schedule import Schedule
 
 _Compression: TypeAlias = Method | type[Method] | None
 
@@ -152,6 +153,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         named_parameters = list(named_parameters)
     parameters = trained_parameters(optimizer, named_parameters, sharded=mesh is not None)
     _check_names(optimizer, parameters)
+    named_groups = names_of_groups(groups, parameters)
     if mesh is not None:
         why_not = "the mesh says which ranks average together"
         settings = (
@@ -162,7 +164,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             (local_steps is not None, "local_steps", "local steps need whole parameters"),
         )
         check_left_out("mesh=", settings)
-        rest = mesh, names_of_groups(groups, parameters), backward_passes_per_step
+        rest = mesh, named_groups, backward_passes_per_step
         return _of_sharded_parameters(optimizer, parameters, method, *rest)
     own: ProcessGroupCollectives | None = None
     if collectives is None:
@@ -174,33 +176,31 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             "collectives= brings its own transport, but op and process_group belong to "
             "torch.distributed: leave op and process_group out"
         )
-    averager = make_averager(
-        parameters,
-        method,
-        collectives,
-        None,
-        names_of_groups(groups, parameters),
-        lambda: this(),
-        sparse_as_dense=sparse_as_dense,
-        send_sparse=_refuse_sparse,
-        local_steps=local_steps,
-        outer=outer,
-        overlap=overlap,
-        fragments=fragments,
-        clip_changes=clip_changes,
-    )
     members: dict[str, Any] = {}
     bases: tuple[type, ...] = (_Averaging,)
-    if isinstance(averager, LocalSteps):
-        members = local_members(averager, type(optimizer), parameters.values())
-        bases = ()
+    if local_steps is None:
+        how = named_groups, sparse_as_dense, _refuse_sparse
+        gradients = OptimizerGradients(parameters, method, collectives, *how)
+    else:
+        local = LocalSteps(
+            parameters,
+            method,
+            collectives,
+            Schedule(local_steps, fragments),
+            named_groups,
+            start_anew=lambda: zero_state(this()),
+            outer=outer,
+            overlap=overlap,
+            clip_changes=clip_changes,
+        )
+        members, bases = local_members(local, type(optimizer), parameters.values()), ()
     members["compression"] = _Averaging.compression
     with method.run.released_on_error():
         wrapped = _of_own_class(optimizer, bases, members, _method=method)
-        if isinstance(averager, OptimizerGradients):
+        if local_steps is None:
             # A single rank has nothing to average.
             trained = parameters.values() if collectives.size > 1 else ()
-            wrapped._begin(averager, trained, backward_passes_per_step)
+            wrapped._begin(gradients, trained, backward_passes_per_step)
             # Local steps may still submit something when the optimizer is gone.
             if own is not None:
                 own.end_with(wrapped)

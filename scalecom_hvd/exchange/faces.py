@@ -12,64 +12,12 @@ from typing import Any
 import torch
 
 from scalecom_hvd.bucket_layout import group_names
-from scalecom_hvd.exchange.bucket_plan import Groups
-from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.gradients import NotFinite, check_finite_gradients
 from scalecom_hvd.exchange.local.local_steps import LocalSteps
-from scalecom_hvd.exchange.local.outer_step import Outer
 from scalecom_hvd.exchange.local.rounds_alive import any_held, rounds_of
 from scalecom_hvd.exchange.methods import Method
-from scalecom_hvd.exchange.new_gradients import SparseAverage
-from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.not_compiled import not_compiled
-from scalecom_hvd.exchange.optimizer_gradients import OptimizerGradients
 from scalecom_hvd.exchange.unused_averages import end_step_by_error
-from scalecom_hvd.schedule import Schedule
-
-
-def make_averager(
-    parameters: Mapping[str, torch.Tensor],
-    method: Method,
-    collectives: Collectives,
-    node: Node | None,
-    groups: Groups | None,
-    optimizer: Callable[[], Any],
-    *,
-    sparse_as_dense: bool,
-    send_sparse: SparseAverage,
-    local_steps: int | Mapping[int, int] | None,
-    outer: Outer | None,
-    overlap: int,
-    fragments: int,
-    clip_changes: float | None,
-    refuses: bool = True,
-) -> OptimizerGradients | LocalSteps:
-    """Make what averages for an optimizer, as the arguments of DistributedOptimizer say.
-
-    Args:
-        parameters: {name: parameter} of all that are trained, in the model's order.
-        method: how tensors are averaged. From now on the method serves these parameters.
-        collectives, node, groups: see OptimizerGradients.
-        optimizer: a function that returns the optimizer, once it is made.
-        sparse_as_dense, send_sparse: see OptimizerGradients.
-        local_steps, outer, overlap, fragments, clip_changes: see the faces' DistributedOptimizer.
-        refuses: see OptimizerGradients.
-    """
-    if local_steps is None:
-        return OptimizerGradients(
-            parameters, method, collectives, groups, sparse_as_dense, send_sparse, node, refuses
-        )
-    return LocalSteps(
-        parameters,
-        method,
-        collectives,
-        Schedule(local_steps, fragments),
-        groups,
-        start_anew=lambda: zero_state(optimizer()),
-        outer=outer,
-        overlap=overlap,
-        clip_changes=clip_changes,
-    )
 
 
 def local_members(

@@ -32,10 +32,10 @@ from scalecom_hvd.exchange.faces import (
     common_parameters,
     is_method,
     local_members,
-    make_averager,
     method_of,
     names_of_groups,
     trained_parameters,
+    zero_state,
 )
 from scalecom_hvd.exchange.local.local_steps import LocalSteps
 from scalecom_hvd.exchange.local.outer_step import Outer
@@ -43,6 +43,7 @@ from scalecom_hvd.exchange.local.recipes import everything_whole
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.not_compiled import not_compiled
 from scalecom_hvd.exchange.optimizer_gradients import OptimizerGradients
+from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives, where_it_ends
 from scalecom_hvd.torch.horovod_nodes import peers_and_node
 
@@ -185,27 +186,32 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     node = None
     if nodes is not False:
         collectives, node = peers_and_node(nodes)
-    averager = make_averager(
-        parameters,
-        method,
-        collectives,
-        node,
-        names_of_groups(groups, parameters),
-        lambda: this(),
-        sparse_as_dense=sparse_as_dense,
-        send_sparse=lambda p: _send_sparse(this(), p),
-        local_steps=local_steps,
-        outer=outer,
-        overlap=overlap,
-        fragments=fragments,
-        clip_changes=clip_changes,
-        refuses=False,
-    )
-    if isinstance(averager, LocalSteps):
-        own = local_members(averager, type(optimizer), parameters.values())
-        members = _members(None) | own
+    named_groups = names_of_groups(groups, parameters)
+    if local_steps is None:
+        gradients = OptimizerGradients(
+            parameters,
+            method,
+            collectives,
+            named_groups,
+            sparse_as_dense,
+            send_sparse=lambda p: _send_sparse(this(), p),
+            node=node,
+            refuses=False,
+        )
+        members = _members(gradients)
     else:
-        members = _members(averager)
+        local = LocalSteps(
+            parameters,
+            method,
+            collectives,
+            Schedule(local_steps, fragments),
+            named_groups,
+            start_anew=lambda: zero_state(this()),
+            outer=outer,
+            overlap=overlap,
+            clip_changes=clip_changes,
+        )
+        members = _members(None) | local_members(local, type(optimizer), parameters.values())
     # Refuse everything that may be refused before Horovod puts hooks on the parameters: nothing
     # removes these hooks again.
     base = type(optimizer)
@@ -228,11 +234,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     this: Callable[[], Any] = weakref.ref(wrapped)
     # With only one rank, Horovod registers no hooks (optimizer.py:110). But the script's own
     # transport may have more ranks.
-    if (
-        is_own_transport
-        and isinstance(averager, OptimizerGradients)
-        and not wrapped._requires_update
-    ):
+    if is_own_transport and local_steps is None and not wrapped._requires_update:
         wrapped._register_hooks()
     return wrapped
 
