@@ -129,7 +129,6 @@ class ProcessGroupWork:
         self._error: Exception | None = None
 
     def done(self) -> bool:
-        """Whether waiting would return at once."""
         return self._is_enqueued or self._work is None or self._work.is_completed()
 
     def wait(self) -> torch.Tensor:
@@ -270,7 +269,6 @@ class ProcessGroupCollectives:
 
     @property
     def share(self) -> float:
-        """The factor by which `all_reduce` multiplies the sum over ranks."""
         return 1.0 if self._sums else 1 / self.size
 
     def restarts(self) -> Callable[[], bool]:
@@ -294,21 +292,18 @@ class ProcessGroupCollectives:
         weakref.finalize(owner, _give_up_groups, self._all).atexit = False
 
     def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> ProcessGroupWork:
-        """Send the buffer of the rank at position `root` to all, in place."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         group = self._group_for(buffer)
         return ProcessGroupWork(name, group, group.broadcast([buffer], options), buffer)
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> ProcessGroupWork:
-        """Average (or sum) over ranks, in place. int32 is always summed."""
         divides = not self._sums and buffer.dtype != torch.int32
         then = (lambda total: total.mul_(self.share)) if divides else None
         group = self._group_for(buffer)
         return ProcessGroupWork(name, group, group.allreduce([buffer]), buffer, then)
 
     def gather(self, tensor: torch.Tensor, name: str) -> ProcessGroupWork:
-        """Join all ranks' tensors along the first dimension, in order of position."""
         tensor = tensor.contiguous()
         parts = tensor.new_empty((self.size, *tensor.shape))
         group = self._group_for(tensor)

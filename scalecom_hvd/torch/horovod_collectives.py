@@ -90,7 +90,6 @@ class HorovodWork:
         self._error: Exception | None = None
 
     def done(self) -> bool:
-        """Whether waiting would return at once."""
         return self._handle is None or bool(horovod.poll(self._handle))
 
     def wait(self) -> torch.Tensor:
@@ -159,7 +158,6 @@ class HorovodCollectives:
 
     @property
     def elastic(self) -> bool:
-        """Whether ranks may come and go."""
         return is_elastic()
 
     @property
@@ -172,12 +170,10 @@ class HorovodCollectives:
 
     @property
     def position(self) -> int:
-        """This rank's position in the process set."""
         return self._process_set.rank()
 
     @property
     def share(self) -> float:
-        """The factor by which `all_reduce` multiplies a sum over ranks."""
         return 1 / self.size if self._reduction["op"] == horovod.Average else 1.0
 
     def channel(self) -> HorovodCollectives:
@@ -185,18 +181,15 @@ class HorovodCollectives:
         return self
 
     def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> HorovodWork:
-        """Send the buffer of the rank at position `root` to all, in place."""
         # Horovod counts roots by global rank, also inside a process set.
         root = self._process_set.ranks[root]
         return self._submit(horovod.broadcast_async_, buffer, root, name, self._process_set)
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> HorovodWork:
-        """Average (or sum) over ranks, in place. int32 is always summed."""
         reduction = self._sum if buffer.dtype == torch.int32 else self._reduction
         return self._submit(horovod.allreduce_async_, buffer, name=name, **reduction)
 
     def gather(self, tensor: torch.Tensor, name: str) -> HorovodWork:
-        """Join all ranks' tensors along the first dimension, in order of position."""
         return self._submit(
             horovod.allgather_async, tensor, name=name, process_set=self._process_set
         )

@@ -16,17 +16,11 @@ import torch
 
 @dataclass
 class OwnParameters:
-    """The values that one optimizer's parameters on this rank must have at its next step.
+    """The values that one optimizer's parameters on this rank must have at its next step."""
 
-    Attributes:
-        parameters: {name: parameter} of all that are trained.
-        common: {name: x}, the common parameters.
-        values: {name: tensor} that are held. None: nothing is held.
-    """
-
-    parameters: Mapping[str, torch.Tensor]
-    common: Mapping[str, torch.Tensor]
-    values: dict[str, torch.Tensor] | None = None
+    parameters: Mapping[str, torch.Tensor]  # all that are trained
+    common: Mapping[str, torch.Tensor]  # x
+    values: dict[str, torch.Tensor] | None = None  # that are held; None: nothing is held
 
     @property
     def held(self) -> bool:
