@@ -49,27 +49,7 @@ def plan_buckets(
         loaded: the buckets of a loaded state.
         elsewhere: names of the tensors that are in no bucket, such as those with sparse gradients.
     """
-    wanted = parameters.keys() - set(elsewhere)
-    late = [name for name in reversed(list(parameters)) if name not in arrived]
-    in_order = [name for name in [*arrived, *late] if name in wanted]
-    if groups is not None:
-        members = [[name for name in group if name in wanted] for group in groups]
-        return [part for group in members for part in _split(parameters, residues, group, None)]
-    if loaded and wanted == {name for names in loaded for name in names}:
-        parts = [_split(parameters, residues, names, None) for names in loaded]
-        if all(len(part) == 1 for part in parts):
-            return [list(names) for names in loaded]
-    place = {name: i for i, name in enumerate(in_order)}
-    cut = _split(parameters, residues, in_order, residues.config.bucket_bytes)
-    return sorted(cut, key=lambda names: max(place[name] for name in names))
 
-
-def _split(
-    parameters: Mapping[str, torch.Tensor],
-    residues: Residues,
-    names: Sequence[str],
-    limit: int | None,
-) -> list[list[str]]:
     def kind_of(name: str) -> tuple[torch.device, torch.dtype, torch.dtype]:
         parameter, tensor = parameters[name], residues.tensors.get(name)
         wide = wide_dtype(parameter)
@@ -78,4 +58,16 @@ def _split(
     def bytes_of(name: str) -> int:
         return parameters[name].numel() * parameters[name].element_size()
 
-    return split(names, kind_of, bytes_of, limit)
+    wanted = parameters.keys() - set(elsewhere)
+    late = [name for name in reversed(list(parameters)) if name not in arrived]
+    in_order = [name for name in [*arrived, *late] if name in wanted]
+    if groups is not None:
+        members = [[name for name in group if name in wanted] for group in groups]
+        return [part for group in members for part in split(group, kind_of, bytes_of, None)]
+    if loaded and wanted == {name for names in loaded for name in names}:
+        parts = [split(names, kind_of, bytes_of, None) for names in loaded]
+        if all(len(part) == 1 for part in parts):
+            return [list(names) for names in loaded]
+    place = {name: i for i, name in enumerate(in_order)}
+    cut = split(in_order, kind_of, bytes_of, residues.config.bucket_bytes)
+    return sorted(cut, key=lambda names: max(place[name] for name in names))
