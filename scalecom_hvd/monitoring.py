@@ -6,7 +6,7 @@ Framework-free: each face says which rank this is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from scalecom_hvd.diagnostics import FilePath, Files
@@ -91,20 +91,15 @@ class Monitor:
         # With local steps `step` counts synchronisations.
         step = int(found.get("local_steps_taken", found["step"]))
         numbers = {name: found[name] for name in NAMES if found.get(name) is not None}
-        self.line = line_of(numbers)
+        said = []
+        if "bytes_traffic" in numbers:
+            said += [f"{numbers['bytes_traffic'] / 1e6:.3g} MB", f"rate {numbers['rate']:.3g}"]
+        if "residue_ratio" in numbers:
+            said.append(f"{numbers['residue_ratio']:.2g} gradients wait")
+        skipped = numbers.get("skipped_steps", 0) + numbers.get("local_steps_skipped", 0)
+        self.line = ", ".join([*said, f"{skipped:g} steps skipped"] if skipped else said)
         log.info("step %d: %s", step, self.line)
         if self._writer is not None:
             for name, number in numbers.items():
                 self._writer.add_scalar(f"scalecom/{name}", number, step)
         self._files.write(numbers, step)
-
-
-def line_of(numbers: Mapping[str, float]) -> str:
-    """Numbers of stats() as a short text."""
-    said = []
-    if "bytes_traffic" in numbers:
-        said += [f"{numbers['bytes_traffic'] / 1e6:.3g} MB", f"rate {numbers['rate']:.3g}"]
-    if "residue_ratio" in numbers:
-        said.append(f"{numbers['residue_ratio']:.2g} gradients wait")
-    skipped = numbers.get("skipped_steps", 0) + numbers.get("local_steps_skipped", 0)
-    return ", ".join([*said, f"{skipped:g} steps skipped"] if skipped else said)

@@ -42,12 +42,13 @@ class Sampler:
             go.
 
     Attributes:
+        every: steps 0, every, 2 every, ... are looked at.
         last: the numbers of the last look, and its step. None: there was no look yet.
     """
 
     def __init__(self, diagnostics: Diagnostics) -> None:
         self.last: Numbers | None = None
-        self._every, self._sample = diagnostics.every, diagnostics.sample
+        self.every, self._sample = diagnostics.every, diagnostics.sample
         self._files = Files("diagnostics", diagnostics.csv, diagnostics.tensorboard)
         self._before: dict[str, Before] = {}
         # {name: (m, acc, average, m afterwards)} of the step's parts so far.
@@ -55,10 +56,6 @@ class Sampler:
         self._pieces: dict[str, Piece] = {}
         self._beta = 1.0
         self._places: dict[str, torch.Tensor] = {}
-
-    def due(self, step: int) -> bool:
-        """Whether this step is looked at."""
-        return step % self._every == 0
 
     def draw(self, buckets: Sequence[Bucket]) -> None:
         """Choose the sample of these buckets' compressed tensors, the same on every rank."""

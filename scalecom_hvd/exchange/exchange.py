@@ -210,7 +210,7 @@ class Exchange(Averager):
 
     def _looks(self) -> bool:
         sampler = None if self._whole else self._sampler
-        return sampler is not None and sampler.due(self.residues.step)
+        return sampler is not None and self.residues.step % sampler.every == 0
 
     def look(self, all_are_here: bool = True) -> None:
         """Let ranks compare what they saw of the step that `finish` ended, if that is due.

@@ -55,7 +55,7 @@ class NativeKernel:
     def take_and_accumulate(
         self, beta: float, extra: float, wire: Wire, chosen: torch.Tensor | None = None
     ) -> int:
-        arguments = beta, self._scale, extra, *_addresses(wire)
+        arguments = beta, self._scale, extra, *(own.data_ptr() for own in wire)
         to = None if chosen is None else chosen.data_ptr()
         move = self._library.scalecom_take_and_accumulate
         bad = native.checked(move(*self._tensors, *arguments, to))
@@ -78,10 +78,6 @@ class NativeKernel:
             if spared:
                 self._table["frozen"] |= np.array(spared)
             beta, wire = self._taken
-            arguments = beta, self._scale, *_addresses(wire), keep_gradients
+            arguments = beta, self._scale, *(own.data_ptr() for own in wire), keep_gradients
             native.checked(self._library.scalecom_roll_back(*self._tensors, *arguments))
             self._taken = None
-
-
-def _addresses(wire: Wire) -> tuple[int, int]:
-    return wire.offsets.data_ptr(), wire.values.data_ptr()
