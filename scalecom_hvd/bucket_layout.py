@@ -83,12 +83,7 @@ def cut(sizes: Sequence[int], names: Sequence[str], limit: int) -> list[list[str
 
 
 def divide(sizes: Sequence[int], units: Sequence[Unit], count: int) -> list[list[Unit]]:
-    """Units in order, cut into `count` fragments of about the same size. None is empty.
-
-    Args:
-        sizes: the size of each unit.
-        units: tensors, or groups of them.
-        count: how many fragments.
+    """Tensors, or groups of them, in order, cut into fragments of about one size. None is empty.
 
     Raises:
         ValueError: there are fewer units.

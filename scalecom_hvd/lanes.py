@@ -155,11 +155,5 @@ class Positions(Lanes):
 
 
 def geometry(numel: int, rate: float, selection: str) -> Lanes:
-    """The geometry of a tensor.
-
-    Args:
-        numel: how many elements the tensor has.
-        rate: the compression rate, elements per element sent.
-        selection: "lanes" or "exact", as in ScaleComConfig.
-    """
+    """The geometry of a tensor. selection: "lanes" or "exact", as in ScaleComConfig."""
     return Positions(numel, rate) if selection == "exact" else Lanes(numel, rate)

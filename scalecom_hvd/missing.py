@@ -36,12 +36,7 @@ TORCHS_ALONE = (
 
 
 def attribute(horovod: ModuleType, name: str, face: str) -> Any:
-    """An attribute of Horovod's module, for a face of TensorFlow.
-
-    Args:
-        horovod: the module.
-        name: the attribute's name.
-        face: the module that was asked for it.
+    """An attribute of Horovod's module, for a face of TensorFlow that was asked for it.
 
     Raises:
         AttributeError: Horovod does not have it either.

@@ -67,9 +67,7 @@ class Accumulators:
     def commit(self, grads: Sequence[torch.Tensor], scale: float, stay: Sequence[bool]) -> None:
         """m <- (1 - beta)*m + beta*(acc - sent), and g <- the average, in the gradients' units.
 
-        Args:
-            grads, scale: as in `begin`.
-            stay: which residues stay as they are.
+        stay: which residues stay as they are.
         """
         for tensor, own, average, stays, grad in zip(
             self._tensors, self.parts, self.averages, stay, grads, strict=True

@@ -54,9 +54,7 @@ class Reported(dict[str, Gradient]):
     def used(self, flats: Mapping[str, torch.Tensor], zeros_count: bool) -> torch.Tensor:
         """(number of tensors,): for which this rank has gradients. No host waits.
 
-        Args:
-            flats: the gradients of a bucket.
-            zeros_count: whether a gradient of zeros is one.
+        zeros_count: whether a gradient of zeros is one.
         """
         if not zeros_count:
             return torch.stack([flat.any() for flat in flats.values()])

@@ -92,10 +92,7 @@ def checked(result: int) -> int:
 def warn_missing(path: Path, error: Exception, instead: str) -> None:
     """Log a warning that a library of the kernel is missing or cannot be used.
 
-    Args:
-        path: where the library should be.
-        error: why it was not loaded.
-        instead: what is used instead, with its verb.
+    instead: what is used instead, with its verb.
     """
     missing = "was not built (no C compiler at installation?)"
     log.warning(

@@ -24,17 +24,13 @@ from scalecom_hvd.lanes import Lanes, Positions
 
 @dataclass
 class _Step:
-    """One tensor's step, and what was done to its residue in it.
-
-    accumulated: the beta of its accumulation. 0: there was no accumulation.
-    taken: what its values were taken with. None: no values were taken.
-    """
+    """One tensor's step, and what was done to its residue in it."""
 
     slot: TensorSlot
     grad: torch.Tensor
     frozen: bool
-    accumulated: float = 0.0
-    taken: Taken | None = None
+    accumulated: float = 0.0  # the beta of its accumulation; 0: there was none
+    taken: Taken | None = None  # what its values were taken with; None: none were taken
 
 
 class TorchKernel:
