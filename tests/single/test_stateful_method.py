@@ -10,6 +10,7 @@ import simulated
 import torch
 from momentum import Momentum
 from simulated import assert_same
+from torch.utils._pytree import tree_leaves
 
 from scalecom_hvd.exchange import Method
 from scalecom_hvd.reference import select
@@ -25,6 +26,14 @@ SETTINGS = {"rate": 20, "min_numel": 0, "dense": ["bias"], "warmup_steps": 0}
 def simulate(n, compression=Momentum, **fields):
     fields = {"groups": BUCKETS, **SETTINGS, **fields}
     return simulated.simulate(n, SHAPES, compression=compression, **fields)
+
+
+def trained(steps, n=2, **fields):
+    """Return n simulated ranks that have taken so many steps."""
+    simulation = simulate(n, **fields)
+    for step in range(steps):
+        simulation.step(made_up(n, step))
+    return simulation
 
 
 def made_up(n, step, spoilt=None, scale=1):
@@ -117,11 +126,8 @@ class Truth:
 def test_state_is_made_by_init_and_committed_only_with_a_step_that_counts(n, fields):
     """Uncompressed steps update the momentum, and leave residues unchanged."""
     simulation = simulate(n, **fields)
-    truth, scale, warmup = (
-        Truth(simulation),
-        4 if "loss_scale" in fields else 1,
-        fields.get("warmup_steps", 0),
-    )
+    truth, warmup = Truth(simulation), fields.get("warmup_steps", 0)
+    scale = 4 if "loss_scale" in fields else 1
     for own in everything(simulation):
         assert own["method"] == {"steps": 0, "whole": 0}
         assert not any(part.any() for kept in own["tensors"].values() for part in kept.values())
@@ -177,20 +183,14 @@ def resumed(states, early=False, **fields):
 
 
 def tensors_in(state):
-    if isinstance(state, torch.Tensor):
-        yield state
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from tensors_in(value)
+    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
 
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("at", [0, 2, 5])
 def test_a_run_goes_on_from_a_file_to_the_bit(at, early):
     """The file is from the start, from within the warm-up, or from after it."""
-    simulation = simulate(2, warmup_steps=4)
-    for step in range(at):
-        simulation.step(made_up(2, step))
+    simulation = trained(at, warmup_steps=4)
     states = saved(simulation)
     kept = copy.deepcopy(states)
     again = resumed(states, early, warmup_steps=4)
@@ -213,45 +213,45 @@ def test_a_run_goes_on_from_a_file_to_the_bit(at, early):
         assert_same(again.step(made_up(2, at)), simulation.step(made_up(2, at)))
 
 
-def tensors_of(state):
-    return state["method_state"]["tensors"]
+def put(state, path, value=None):
+    """Change a state where this path of keys leads; no value: remove what is there."""
+    *way, last = path.split()
+    for key in way:
+        state = state[key]
+    del state[last]
+    if value is not None:
+        state[last] = value
 
 
-OF_FIRST = "the method's state of (first|second|third) is"
+# {what is wrong with a state: (what to put, and where; the message)}
 MISFITS = {
-    "a kind is missing": (lambda state: tensors_of(state).pop("velocity"), OF_FIRST),
-    "a kind of another name": (
-        lambda state: tensors_of(state).update(other=tensors_of(state).pop("velocity")),
-        OF_FIRST,
+    "no state of the method": (["method_state"], "the method's state of"),
+    "a kind is missing": (["method_state tensors velocity"], "state of (first|second|third) is"),
+    "other kinds": (
+        ["method_state tensors", {"sent": {}, "other": {}}],
+        "the method's state of (first|second|third) is",
     ),
-    "a tensor is missing": (
-        lambda state: tensors_of(state)["sent"].pop("third"),
-        "the method's state of third is",
-    ),
-    "the method's own is missing": (
-        lambda state: state["method_state"]["method"].pop("whole"),
-        r"the state of the whole method is \{'steps': None\} in the loaded state, but .*'whole'",
-    ),
-    "the method's own of another shape": (
-        lambda state: state["method_state"]["method"].update(whole=torch.zeros(3)),
-        r"the state of the whole method is .*'whole': \(3,\)",
-    ),
-    "no state of the method": (lambda state: state.pop("method_state"), "the method's state of"),
+    "a tensor is missing": (["method_state tensors sent third"], "the method's state of third is"),
     "another shape": (
-        lambda state: tensors_of(state)["velocity"].update(second=torch.zeros(2999)),
+        ["method_state tensors velocity second", torch.zeros(2999)],
         r"the method's state of second is \{'velocity': \(2999,\), 'sent': \(3000,\)\} in the "
         r"loaded state.*another model, or another version of Momentum",
     ),
-    "another setting": (
-        lambda state: state["settings"].update(mu=0.9),
-        "made by another method.*mu=0.9",
+    "the method's own is missing": (
+        ["method_state method whole"],
+        r"the state of the whole method is \{'steps': None\} in the loaded state, but .*'whole'",
     ),
+    "the method's own of another shape": (
+        ["method_state method whole", torch.zeros(3)],
+        r"the state of the whole method is .*'whole': \(3,\)",
+    ),
+    "another setting": (["settings mu", 0.9], "made by another method.*mu=0.9"),
     "another method": (
-        lambda state: state["settings"].update(method="LocalTopK"),
+        ["settings method", "LocalTopK"],
         "made by another method, or with other settings of the method: method='LocalTopK'",
     ),
     "another model": (
-        lambda state: state["residues"].update(third=torch.zeros(6400)),
+        ["residues third", torch.zeros(6400)],
         r"third has shape \(6400,\) in the state and \(6401,\) in the model",
     ),
 }
@@ -261,12 +261,10 @@ MISFITS = {
 @pytest.mark.parametrize("case", MISFITS)
 def test_a_state_that_does_not_fit_is_refused(case, early):
     change, message = MISFITS[case]
-    simulation = simulate(2)
-    for step in range(3):
-        simulation.step(made_up(2, step))
+    simulation = trained(3)
     states = saved(simulation)
     simulation.step(made_up(2, 3))
-    change(states[0])
+    put(states[0], *change)
     if early:
         with pytest.raises(ValueError, match=message):
             resumed(states, early)
@@ -302,9 +300,7 @@ def test_what_must_be_equal_begins_anew_where_ranks_disagree(caplog):
 
 def test_an_error_in_mid_step_leaves_what_ranks_have_of_their_own(monkeypatch):
     """State that must be equal begins anew, because one rank may have come further."""
-    simulation = simulate(2)
-    for step in range(3):
-        simulation.step(made_up(2, step))
+    simulation = trained(3)
     before = everything(simulation)
 
     def fail(*_):
@@ -367,9 +363,7 @@ class Chooses(Method):
 
 def test_views_of_the_choice_are_saved_as_copies():
     """Offsets of two widths share a buffer, which torch.save would refuse."""
-    simulation = simulate(2, compression=Chooses, rates={"third": 999})
-    for step in range(3):
-        simulation.step(made_up(2, step))
+    simulation = trained(3, compression=Chooses, rates={"third": 999})
     (kept, _), (first, _) = saved(simulation), copy.deepcopy(saved(simulation))
     torch.save(simulation.compressors[0].state_dict(), io.BytesIO())
     for step in range(3, 6):
@@ -391,9 +385,7 @@ def test_a_whole_step_may_look_at_accumulators(dtype):
 
 def test_what_was_loaded_is_kept_where_no_optimizer_could_be_made():
     """The script corrects its mistake, and tries again with the same object."""
-    simulation = simulate(1)
-    for step in range(3):
-        simulation.step(made_up(1, step))
+    simulation = trained(3, 1)
     (state,), wanted = saved(simulation), everything(simulation)
 
     def serve(method):
@@ -411,7 +403,7 @@ def test_what_was_loaded_is_kept_where_no_optimizer_could_be_made():
     # Load a state that does not fit, and then the right one.
     for case in ("a kind is missing", "another model"):
         method, wrong = Momentum(**SETTINGS), copy.deepcopy(state)
-        MISFITS[case][0](wrong)
+        put(wrong, *MISFITS[case][0])
         method.load_state_dict(wrong)
         with pytest.raises(ValueError, match=MISFITS[case][1]):
             serve(method)

@@ -53,12 +53,14 @@ def wrong(kind, message):
     return note
 
 
+TEN = torch.arange(10)
+
+
 def right(bucket, collectives):
     """Send and receive ten elements of a bucket correctly."""
-    places = torch.arange(10)
-    values = bucket.accumulators[places]
-    bucket.send(places, values)
-    bucket.receive(places, (yield from collectives.average(values)))
+    values = bucket.accumulators[TEN]
+    bucket.send(TEN, values)
+    bucket.receive(TEN, (yield from collectives.average(values)))
 
 
 WRONG["no_step"] = type("NoStep", (Method,), {}), NotImplementedError, "NoStep must define step"
@@ -71,9 +73,8 @@ def no_generator(self, bucket, collectives, state):
 
 @wrong(RuntimeError, r"ended without bucket\.receive")
 def receives_nothing(self, bucket, collectives, state):
-    places = torch.arange(10)
-    values = bucket.accumulators[places]
-    bucket.send(places, values)
+    values = bucket.accumulators[TEN]
+    bucket.send(TEN, values)
     yield from collectives.average(values)
 
 
@@ -99,14 +100,13 @@ def does_not_take(self, bucket, collectives, state):
 
 @wrong(TypeError, "is a `yield from` missing")
 def receives_a_wait(self, bucket, collectives, state):
-    places = torch.arange(10)
-    bucket.receive(places, collectives.average(bucket.accumulators[places]))
+    bucket.receive(TEN, collectives.average(bucket.accumulators[TEN]))
     yield
 
 
 @wrong(ValueError, r"there are \(1,\) values for \(10,\) indices")
 def sends_less(self, bucket, collectives, state):
-    bucket.send(torch.arange(10), bucket.accumulators[:1])
+    bucket.send(TEN, bucket.accumulators[:1])
     yield from right(bucket, collectives)
 
 
@@ -117,16 +117,13 @@ def receives_less(self, bucket, collectives, state):
 
 @wrong(ValueError, "different numbers of rows \\([56] on this rank, 11 in total")
 def gathers_unequally(self, bucket, collectives, state):
-    rows = 5 + collectives.position
-    for theirs in (yield from collectives.gather(torch.ones(rows), "values")):
-        bucket.receive(torch.arange(len(theirs)), theirs)
+    yield from collectives.gather(torch.ones(5 + collectives.position), "values")
 
 
 @wrong(RuntimeError, "averages of a differ between ranks 0 and 1")
 def receives_its_own(self, bucket, collectives, state):
-    places = torch.arange(10)
-    values = bucket.accumulators[places]
-    bucket.receive(places, values)
+    values = bucket.accumulators[TEN]
+    bucket.receive(TEN, values)
     yield from collectives.average(values.clone())
 
 
@@ -135,8 +132,7 @@ def receives_its_own(self, bucket, collectives, state):
     r"ranks \[0\] wait for scalecom.*one.0, which \[1\] have not submitted; ranks \[1\] wait",
 )
 def asks_in_another_order(self, bucket, collectives, state):
-    names = ["one", "other"][:: 1 - 2 * collectives.position]
-    for name in names:
+    for name in ("one", "other")[:: 1 - 2 * collectives.position]:
         yield from collectives.average(torch.ones(3), name)
     yield from right(bucket, collectives)
 
