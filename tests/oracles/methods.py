@@ -199,11 +199,6 @@ def sending(
 local_topk = sending(own)
 
 
-def random_k(draw: Callable[[Bucket], Sequence[np.ndarray]]) -> Send:
-    """All workers send unquantised values at the same indices, which are drawn at random."""
-    return sending(drawn(lambda bucket, worker: draw(bucket)))
-
-
 def few_bits(levels: int) -> Send:
     """ScaleCom with few bits: integers from -levels to levels, times the leader's scales."""
 

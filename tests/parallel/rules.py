@@ -4,10 +4,9 @@ Every test that compares a compressor with the oracle uses this.
 """
 
 import torch
-from faces import hvd
 from oracles import methods as oracle
 
-from scalecom_hvd.exchange.methods import ScaleCom
+from scalecom_hvd import exchange as hvd
 from scalecom_hvd.exchange.methods.random_k import draw
 from scalecom_hvd.exchange.quantisers import generator
 
@@ -41,10 +40,16 @@ def rounding(quantiser):
 
 
 def sending(compressor):
-    """The oracle's function for a method whose values a quantiser may round.
+    """The oracle's function for a method.
 
-    These methods are ScaleCom, LocalTopK and RandomK. In few bits, ScaleCom rounds them itself.
+    A quantiser may round the values of ScaleCom, LocalTopK and RandomK. ScaleCom rounds them itself
+    in few bits.
     """
+    if isinstance(compressor, hvd.ECQSGD):
+        return oracle.ecqsgd(compressor.bits, uniform(compressor))
+    for kind, rule in ((hvd.GTopK, oracle.gtopk), (hvd.GlobalTopK, oracle.global_topk)):
+        if isinstance(compressor, kind):
+            return rule
     if compressor.config.levels:
         return oracle.few_bits(compressor.config.levels)
 
@@ -55,7 +60,7 @@ def sending(compressor):
         return [draw(lanes, random).numpy() for lanes, _ in bucket.tensors]
 
     rules = {
-        ScaleCom: oracle.leaders,
+        hvd.ScaleCom: oracle.leaders,
         hvd.LocalTopK: oracle.own,
         hvd.RandomK: oracle.drawn(places),
     }

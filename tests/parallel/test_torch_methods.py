@@ -102,14 +102,7 @@ and_scalecom = with_each(*METHODS, *SOME_QUANTISED, *SCALECOM)
 
 def rule_of(compressor):
     """The oracle's function for a method."""
-    if isinstance(compressor, (hvd.ScaleCom, hvd.LocalTopK, hvd.RandomK)):
-        return rules.sending(compressor)
-    return {
-        hvd.GTopK: lambda: oracle.gtopk,
-        hvd.GlobalTopK: lambda: oracle.global_topk,
-        hvd.ECQSGD: lambda: oracle.ecqsgd(compressor.bits, rules.uniform(compressor)),
-        ScaledSign: lambda: scaled_sign,
-    }[type(compressor)]()
+    return scaled_sign if isinstance(compressor, ScaledSign) else rules.sending(compressor)
 
 
 def parameters_of(shapes):
