@@ -116,6 +116,7 @@ UNLIKE = f"{TAPES}gradients_that_come_later_on_one_rank_alone"
 SETS = f"{TAPES}process_sets_have_leaders_of_their_own"  # they need 4 ranks
 # Two nodes of two ranks.
 NODES = named("nodes sharded sharded_differential tensor_parallel", "ddp_")
+NODES += named("nodes", "torch_")
 OF_DEVICES, PAGES = named("ddp_devices"), named("ddp_pages")
 # The tests of torch.distributed's face: its own, and those of both faces.
 OWN = named("ddp_*")
@@ -184,11 +185,13 @@ NIGHTLY = {
     "torch, mpirun -np 4": on_ranks(OF_MANY, marks=ALL),
     "torch, horovodrun --gloo -np 2": on_ranks(OF_MANY, marks=ALL),
     "ddp, torch alone, torchrun -np 4": on_ranks(
-        without(OWN, OF_DEVICES) + named("thrown_away", "torch_"), marks=ALL, environment=MINUTE
+        without(OWN, OF_DEVICES) + named("nodes thrown_away", "torch_"),
+        marks=ALL,
+        environment=MINUTE,
     ),
     # Plain FSDP2 frees what other streams read, so there it is no oracle for random programs.
     "device nodes, torchrun -np 4": on_ranks(
-        named("nodes sharded tensor_parallel", "ddp_"), SLOW, environment=LATE
+        without(NODES, named("sharded_differential", "ddp_")), SLOW, environment=LATE
     ),
     # No launcher changes plain operations.
     "tensorflow, mpirun -np 4": on_ranks(

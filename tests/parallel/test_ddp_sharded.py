@@ -1,19 +1,18 @@
 """FSDP2's sharded models: gradients are whole inside a node, and compressed between nodes.
 
-Run under torchrun, as two nodes. The oracles are plain FSDP2 on the same mesh, which averages
-densely between nodes, and reference.py with each node as one worker.
+Run under torchrun, as two nodes. The oracle is plain FSDP2 on the same mesh, which averages densely
+between nodes. test_torch_nodes.py has what holds on every face.
 """
 
-import io
+import functools
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from devices import DEVICE
+from faces import hvd
 from models import OPTIMIZERS, SETTINGS, assert_groups_go, same_on_all_ranks
-from oracles import nodes as oracle
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -24,7 +23,6 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.ddp import (
     DistributedOptimizer,
     LocalTopK,
@@ -48,7 +46,7 @@ def make_mesh():
 
 
 def local():
-    return dist.get_world_size() // NODES
+    return hvd.size() // NODES
 
 
 class Net(nn.Module):
@@ -121,39 +119,6 @@ def assert_close(model, others, rtol=1e-9):
         assert torch.allclose(found[name], p, rtol=rtol, atol=1e-12), (dist.get_rank(), name)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "settings"),
-    [
-        ("momentum", {"lookahead": True}),
-        ("adamw", {"beta": 0.3, "flush": False, "bucket_bytes": 400}),
-        pytest.param("momentum", {"bits": 3, "rate": 8}, marks=pytest.mark.long),
-        ("adamw", {"nu": 0.4, "bits": 3, "rate": 8}),
-        ("momentum", {"nu": 0.6, "lookahead": True}),
-    ],
-    ids=str,
-)
-def test_a_node_is_one_worker_of_the_reference(optimizer, settings):
-    # Other devices are slow, and what they may do wrong shows in any step.
-    steps = 50 if optimizer == "adamw" and "bits" in settings and DEVICE == "cpu" else 12
-    model, wrapped = make(optimizer, **settings)
-    for step in range(steps):
-        take(model, wrapped, step)
-    other = Net().double()
-    config = ScaleComConfig(**{"nu": 1, **SETTINGS, **settings})
-    references = oracle.train(
-        other, OPTIMIZERS[optimizer](other.parameters()), config, NODES, local(), steps, loss
-    )
-    assert_close(model, dict(other.named_parameters()))
-    mesh, method = make_mesh(), wrapped.compression
-    own = references[mesh.get_local_rank("shard")].residues[mesh.get_local_rank("replicate")]
-    assert own.keys() == method.residues.tensors.keys()
-    assert any(residue.any() for residue in own.values())
-    for name, tensor in method.residues.tensors.items():
-        np.testing.assert_allclose(
-            tensor.residue, own[name].ravel(), rtol=1e-4, atol=1e-6, err_msg=name
-        )
-
-
 @pytest.mark.skipif(DEVICE == "cpu", reason="they are on the host")
 def test_parameters_that_are_offloaded_to_the_host():
     """Hooks run when FSDP2 may still be copying gradients to the host."""
@@ -195,24 +160,33 @@ def test_with_everything_chosen_it_is_plain_fsdp2(how, of_fsdp):
     assert_close(model, whole(other))
 
 
-@pytest.mark.parametrize("method", [LocalTopK, RandomK, ScaleCom])
-def test_a_dynamic_graph_loses_nothing(method):
-    """What came into averages and did not come out is in residues.
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [(LocalTopK, {}), (RandomK, {}), (ScaleCom, {}), (ScaleCom, {"lookahead": True})],
+    ids=str,
+)
+def test_a_dynamic_graph_loses_nothing(method, settings):
+    """What came into averages and did not come out is in residues, even after a skipped step.
 
-    A module is called twice, or not at all, from one step to the next.
+    A module is called twice, or not at all, from one step to the next. In step 5 a gradient is not
+    finite in one rank's shard, so all ranks skip the step.
     """
-    model = Net().double()
-    mesh, came = make_mesh(), {}
+    model, came, step = Net().double(), {}, 0
+    mesh, spoilt = make_mesh(), 5
     shard(model)
+
+    def comes(p, name):
+        if (name, step, dist.get_rank()) == ("last.weight", spoilt, 0):
+            p.grad.to_local().fill_(float("inf"))
+        came[name] = p.grad.to_local().clone().cpu()
+
     for name, p in model.named_parameters():
         # FSDP2 calls hooks in the order in which they were registered.
-        p.register_post_accumulate_grad_hook(
-            lambda p, name=name: came.update({name: p.grad.to_local().clone().cpu()})
-        )
+        p.register_post_accumulate_grad_hook(functools.partial(comes, name=name))
     wrapped = DistributedOptimizer(
         OPTIMIZERS["momentum"](model.parameters()),
         model.named_parameters(),
-        compression=method(rate=6, min_numel=20),
+        compression=method(rate=6, min_numel=20, **settings),
         mesh=mesh,
     )
     shards = {name: p.to_local() for name, p in model.named_parameters()}
@@ -222,13 +196,17 @@ def test_a_dynamic_graph_loses_nothing(method):
         how = {"twice": step % 3 == 1, "extra": step % 4 != 2}
         wrapped.zero_grad()
         loss(model, dist.get_rank(), step, **how).backward()
+        if step == spoilt:
+            assert all(p.grad.to_local().isnan().all() for p in model.parameters())
+            continue
         for name, p in model.named_parameters():
             if name in came:
                 left[name] += came[name] - p.grad.to_local().cpu()
             else:
                 assert p.grad is None, name
         wrapped.step()
-    tensors = wrapped.compression.residues.tensors
+    stats, tensors = wrapped.compression.stats(), wrapped.compression.residues.tensors
+    assert (stats["step"], stats["skipped_steps"]) == (11, 1)
     for name, rest in left.items():
         total = rest.clone()
         if name in tensors:
@@ -328,39 +306,6 @@ def test_a_step_before_all_passes_averages_what_there_is():
     assert_close(model, whole(other))
 
 
-@pytest.mark.parametrize("settings", [{}, {"lookahead": True}], ids=str)
-def test_a_gradient_that_is_not_finite_in_one_shard_voids_the_step_in_all(settings):
-    model, spoil = shard(Net().double()), [False]
-
-    def hook(p):
-        if spoil[0]:
-            p.grad.to_local().fill_(float("inf"))
-
-    model.last.weight.register_post_accumulate_grad_hook(hook)  # it runs before the exchange's hook
-    method = ScaleCom(**{**SETTINGS, **settings})
-    wrapped = DistributedOptimizer(
-        OPTIMIZERS["adamw"](model.parameters()),
-        model.named_parameters(),
-        compression=method,
-        mesh=make_mesh(),
-    )
-    for step in range(3):
-        take(model, wrapped, step)
-    before = {name: t.residue.clone() for name, t in method.residues.tensors.items()}
-    spoil[0] = dist.get_rank() == 0
-    wrapped.zero_grad()
-    loss(model, dist.get_rank(), 3).backward()
-    spoil[0] = False
-    assert (method.stats()["step"], method.stats()["skipped_steps"]) == (3, 1)
-    grads = [p.grad.to_local() for p in model.parameters()]
-    assert all(grad.isnan().all() for grad in grads)
-    for name, tensor in method.residues.tensors.items():
-        torch.testing.assert_close(tensor.residue, before[name], rtol=1e-5, atol=1e-6)
-    take(model, wrapped, 4)
-    assert method.stats()["step"] == 4
-    assert same_on_all_ranks(whole(model).values())
-
-
 def test_loss_scale():
     """In a run with compression, a scaler's growing scale changes nothing but rounding."""
     found = []
@@ -429,40 +374,23 @@ def test_tied_weights(rate):
     assert same_on_all_ranks(whole(model).values())
 
 
-@pytest.mark.parametrize("way", ["own files", "dcp"])
-def test_stopped_and_resumed(way, tmp_path_factory):
-    folder = [str(tmp_path_factory.mktemp("checkpoint"))]
-    dist.broadcast_object_list(folder)
+def test_a_distributed_checkpoint(shared_folder):
+    """test_torch_nodes.py resumes from files of each rank."""
+
+    def state_of(model, wrapped):
+        residues = PerRank(wrapped.compression)
+        return {"model": model.state_dict(), "optimizer": wrapped.state_dict(), "own": residues}
+
     model, wrapped = make(nu=None, lookahead=True)
     for step in range(6):
         take(model, wrapped, step)
         if step == 2:
-            if way == "dcp":
-                state = {
-                    "model": model.state_dict(),
-                    "optimizer": wrapped.state_dict(),
-                    "scalecom": PerRank(wrapped.compression),
-                }
-                dcp.save(state, checkpoint_id=folder[0])
-            file = io.BytesIO()
-            parts = model.state_dict(), wrapped.state_dict(), wrapped.compression.state_dict()
-            torch.save(parts, file)
+            dcp.save(state_of(model, wrapped), checkpoint_id=shared_folder)
     again, second = make(nu=None, lookahead=True, model=Net(seed=5).double())
-    if way == "dcp":
-        take(again, second, 0)  # loading needs an optimizer state to load into
-        state = {
-            "model": again.state_dict(),
-            "optimizer": second.state_dict(),
-            "scalecom": PerRank(second.compression),
-        }
-        dcp.load(state, checkpoint_id=folder[0])
-        second.load_state_dict(state["optimizer"])
-    else:
-        file.seek(0)
-        of_model, of_optimizer, of_residues = torch.load(file, weights_only=False)
-        again.load_state_dict(of_model)
-        second.load_state_dict(of_optimizer)
-        second.compression.load_state_dict(of_residues)
+    take(again, second, 0)  # loading needs an optimizer state to load into
+    state = state_of(again, second)
+    dcp.load(state, checkpoint_id=shared_folder)
+    second.load_state_dict(state["optimizer"])
     for step in range(3, 6):
         take(again, second, step)
     for p, q in zip(model.parameters(), again.parameters(), strict=True):
