@@ -1,7 +1,8 @@
 """FSDP2's sharded models: gradients are whole inside a node, and compressed between nodes.
 
 Run under torchrun, as two nodes. The oracle is plain FSDP2 on the same mesh, which averages densely
-between nodes. test_torch_nodes.py has what holds on every face.
+between nodes. test_torch_nodes.py has what holds on every face. test_ddp_sharded_differential.py
+draws clipping, loss scales and passes.
 """
 
 import functools
@@ -265,21 +266,6 @@ def test_models_that_were_sharded_one_by_one():
     assert_close(models[0], dict(models[1].named_parameters()))
 
 
-@pytest.mark.parametrize("rate", [1, 5])
-def test_clipping_sees_averages_between_backward_and_step(rate):
-    model, wrapped = make("sgd", rate=rate)
-    other, optimizer = plain("sgd")
-    for step in range(4):
-        for m, o in ((model, wrapped), (other, optimizer)):
-            o.zero_grad()
-            loss(m, dist.get_rank(), step).backward()
-            norm = nn.utils.clip_grad_norm_(m.parameters(), 0.05).full_tensor()
-            assert same_on_all_ranks([norm])
-            o.step()
-    if rate == 1:
-        assert_close(model, whole(other))
-
-
 @pytest.mark.parametrize("way", ["no sync", "passes", "sums of shards"])
 def test_microbatches(way):
     """Gradients are exchanged once, after the last microbatch. FSDP2 sums whole ones, or shards."""
@@ -304,24 +290,6 @@ def test_a_step_before_all_passes_averages_what_there_is():
     take(model, wrapped, 0)
     take(other, optimizer, 0)
     assert_close(model, whole(other))
-
-
-def test_loss_scale():
-    """In a run with compression, a scaler's growing scale changes nothing but rounding."""
-    found = []
-    for scaled in (False, True):
-        scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0, growth_interval=1, enabled=scaled)
-        model, wrapped = make("sgd", loss_scale=scaler)
-        for step in range(5):
-            wrapped.zero_grad()
-            scaler.scale(loss(model, dist.get_rank(), step)).backward()
-            scaler.unscale_(wrapped)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(wrapped)
-            scaler.update()
-        found.append(whole(model))
-    for name, p in found[0].items():
-        torch.testing.assert_close(p, found[1][name], rtol=1e-6, atol=1e-9)
 
 
 def test_mixed_precision():

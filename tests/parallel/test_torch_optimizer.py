@@ -1,6 +1,6 @@
 """The drop-in DistributedOptimizer: Horovod's options, and what holds with all options.
 
-test_torch_differential.py draws orders of calls. Horovod's own optimizer is tested here only if a
+test_torch_orders.py has orders of calls. Horovod's own optimizer is tested here only if a
 promise of the drop-in holds there too.
 """
 
@@ -321,55 +321,6 @@ def test_gradients_of_another_dtype_than_the_parameter(dtype, grad_dtype):
         assert set(parameter.grad.tolist()) <= {0, 1, 2, 3}
         with optimizer.skip_synchronize():
             optimizer.step()
-
-
-def steps_of_every_kind(model, optimizer):
-    """Train in every way that Horovod's optimizer knows. Yield after each step."""
-    shapes, passes = {name: tuple(p.shape) for name, p in model.items()}, iter(range(100))
-
-    def backward():
-        feed(model, gradients(shapes, hvd.rank(), next(passes)))
-
-    for _ in range(2):  # gradients are kept in place
-        backward()
-        optimizer.step()
-        yield
-        for parameter in model.values():
-            parameter.grad.zero_()
-    backward()
-    assert optimizer.step(lambda: torch.tensor(5.0)) == 5.0
-    yield optimizer.zero_grad()
-    backward()
-    optimizer.synchronize()
-    torch.nn.utils.clip_grad_norm_(model.values(), 0.5)
-    with optimizer.skip_synchronize():
-        optimizer.step()
-    yield optimizer.zero_grad()
-    for trains in (False, True):  # it is frozen, and then unfrozen
-        model["third"].requires_grad_(trains)
-        backward()
-        optimizer.step()
-        yield optimizer.zero_grad()
-    optimizer.load_state_dict(optimizer.state_dict())
-    for number in (2, 1):
-        optimizer.set_backward_passes_per_step(number)
-        for _ in range(number):
-            backward()
-        optimizer.step()
-        yield optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("rate", [1, 20])
-@pytest.mark.parametrize("mode", [*MODES, STOCK], ids=str)
-def test_steps_of_every_kind_are_as_in_stock_horovod(mode, rate):
-    ours, theirs = parameters(SHAPES), parameters(SHAPES)
-    both = (ours, make(ours, mode, rate=rate)[0]), (theirs, make_uncompressed(theirs))
-    for step, _ in enumerate(zip(*(steps_of_every_kind(*one) for one in both), strict=True)):
-        for name in SHAPES if rate == 1 else ():
-            message = f"{name} at step {step}"
-            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-5, msg=message)
-        assert same_on_all_ranks(ours.values())
-    assert all(value.any() for value in ours.values())
 
 
 @pytest.mark.parametrize("mode", [{}, {"lookahead": True}, STOCK], ids=str)

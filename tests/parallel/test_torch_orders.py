@@ -101,6 +101,23 @@ def an_idle_optimizer(optimizer, model, step):
     skipping(optimizer)
 
 
+def zeroed_in_place(optimizer, model, step):
+    backward(model, step)
+    assert optimizer.step(lambda: torch.tensor(5.0)) == 5.0
+    for parameter in model.values():
+        parameter.grad.zero_()
+
+
+def in_more_passes(optimizer, model, step):
+    passes = 1 + step % 2
+    optimizer.load_state_dict(optimizer.state_dict())
+    getattr(optimizer, "set_backward_passes_per_step", int)(passes)  # ddp_stock.py has none
+    optimizer.zero_grad()
+    for _ in range(passes):
+        backward(model, step, scale=1 / passes)
+    optimizer.step()
+
+
 def set_by_hand(optimizer, model, step):
     for name, grad in gradients(SHAPES, hvd.rank(), step).items():
         model[name].grad = torch.as_tensor(grad)
@@ -171,8 +188,8 @@ def frozen_on_one_rank(optimizer, model, step):
     optimizer.step()
 
 
-def frozen_later(optimizer, model, step):
-    model["second"].requires_grad_(step < 2)
+def frozen_for_a_while(optimizer, model, step):
+    model["second"].requires_grad_(step not in (2, 3))
     optimizer.zero_grad()
     backward(model, step)
     optimizer.step()
@@ -191,6 +208,8 @@ ORDERS = {
     by_a_closure: (STEPS, True),
     twice_synchronized: (STEPS, True),
     an_idle_optimizer: (STEPS, True),
+    zeroed_in_place: (STEPS, True),
+    in_more_passes: (STEPS, True),
     set_by_hand: (STEPS, True),
     given_up: (STEPS, True),
     clipped: (STEPS, False),
@@ -198,7 +217,7 @@ ORDERS = {
     noisy: (STEPS, False),
     one_rank_has_nothing_new: (STEPS, False),
     frozen_on_one_rank: (STEPS, False),
-    frozen_later: (STEPS, False),
+    frozen_for_a_while: (STEPS, False),
     without_backward: (STEPS - 1, False),
 }
 

@@ -64,26 +64,6 @@ def test_integers_are_what_the_script_asks_for(bits, options):
         optimizer.zero_grad()
 
 
-def train(skips, steps=12, **options):
-    model = parameters(SHAPES)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=0.1),
-        named_parameters=model.items(),
-        compression=ScaleCom(named_parameters=model.items(), rate=20, min_numel=100),
-        **options,
-    )
-    for step in range(steps):
-        optimizer.zero_grad()
-        feed(model, gradients(SHAPES, hvd.rank(), step), skip=skips(hvd.rank(), step))
-        optimizer.step()
-    return model
-
-
-def test_one_rank_has_no_gradient_at_all():
-    model = train(lambda rank, step: list(SHAPES) if step % hvd.size() == rank else [])
-    assert same_on_all_ranks(model.values())
-
-
 def test_a_step_that_overflows_on_one_rank_never_happened():
     model = parameters(SHAPES)
     compressor = ScaleCom(named_parameters=model.items(), rate=20, beta=0.5, min_numel=100)
@@ -112,23 +92,6 @@ def test_a_step_that_overflows_on_one_rank_never_happened():
     assert compressor.stats()["step"] == 6
     assert compressor.stats()["skipped_steps"] == 2
     assert same_on_all_ranks(model.values())
-
-
-def test_sparse_as_dense():
-    torch.manual_seed(1)
-    table = torch.nn.Embedding(300, 20, sparse=True)
-    hvd.broadcast_parameters(table.state_dict(), 0)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(table.parameters(), lr=0.1),
-        named_parameters=table.named_parameters(),
-        compression=ScaleCom(named_parameters=table.named_parameters(), rate=10),
-        sparse_as_dense=True,
-    )
-    for step in range(5):
-        optimizer.zero_grad()
-        table(torch.arange(30) + 10 * hvd.rank() + step).square().sum().backward()
-        optimizer.step()
-    assert same_on_all_ranks(table.parameters())
 
 
 @pytest.mark.parametrize("compression", [ScaleCom, "without parameters"])
