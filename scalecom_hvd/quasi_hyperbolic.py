@@ -6,7 +6,7 @@ framework.
 
 from __future__ import annotations
 
-# Found by trying (docs/results.md): SGD, AdamW and Lion share one number. Muon would be better at 0.
+# Found by trying (docs/results.md): SGD, AdamW and Lion share one number.
 LARGEST = 0.5
 # At lower rates less waits, and kappa falls.
 FULL_RATE = 8.0

@@ -62,6 +62,7 @@ class Momentum(NamedTuple):
     # Gives `Size` after a number of steps: from the parameter's group and state, and from the steps
     # for optimizers that do not count them.
     size: Callable[[Kept, Kept, int], Size]
+    is_mixed: bool = True  # also if the script gives no nu
 
 
 def _of_sgd(group: Kept, state: Kept, steps: int) -> Size:
@@ -82,7 +83,9 @@ def _of_adam(group: Kept, state: Kept, steps: int) -> Size:
 _ADAM = Momentum("exp_avg", _of_adam)
 MOMENTA = {
     "SGD": Momentum("momentum_buffer", _of_sgd),
-    "Muon": Momentum("momentum_buffer", lambda group, _, n: 1 - float(group["momentum"]) ** n),
+    # It makes all directions of its momentum equally long, also those that a sparse gradient adds.
+    # Mixed, it trained worse (docs/results.md).
+    "Muon": Momentum("momentum_buffer", lambda group, _, n: 1 - group["momentum"] ** n, False),
     "Lion": Momentum("exp_avg", lambda group, _, n: 1 - float(group["betas"][1]) ** n),
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Lamb", "LAMB", "Adan"), _ADAM),
 }
@@ -152,7 +155,9 @@ class QuasiHyperbolic:
             rate, state = residues.last_rate(name), optimizer.state.get(parameter)
             if rate > 1 and state and parameter.grad is not None and not parameter.grad.is_sparse:
                 momentum = self._momentum_of(optimizer, state)
-                buffer = momentum and state.get(momentum.key)
+                if momentum is None or not (momentum.is_mixed or residues.config.nu):
+                    continue
+                buffer = state.get(momentum.key)
                 if buffer is not None and _fits(buffer, parameter):
                     kappa = kappa_of(rate, residues.config.nu)
                     mixes.append(_Mix(parameter, group, state, momentum, kappa, residues.step))

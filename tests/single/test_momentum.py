@@ -142,6 +142,20 @@ def test_what_is_not_late_is_the_optimizers_own_to_the_bit(make, settings):
     assert are_equal(served.named, plain(make))
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="PyTorch has no Muon")
+def test_muon_keeps_its_momentum_unless_nu_is_given(caplog):
+    make = functools.partial(torch.optim.Muon, lr=0.01)
+    for nu in (None, NU):
+        served = Served(make, {"weight": parameters()["weight"]}, nu=nu).train(range(6))
+        other = {"weight": parameters()["weight"]}
+        optimizer = make(other.values())
+        for number in range(6):
+            feed(other, number)
+            optimizer.step()
+        assert are_equal(served.named, other) == (nu is None)
+    assert not caplog.records
+
+
 class Lion(torch.optim.Optimizer):
     """Its steps are signs of a mix of its own."""
 
