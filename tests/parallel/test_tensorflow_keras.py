@@ -344,6 +344,7 @@ def test_stats_count_what_is_sent():
     k, whole, n = FEATURES * 64 // 20 + -(-64 * 64 // 20), 64 + 64 + 64 * 5 + 5, hvd.size()
     assert stats == {
         "step": 3,
+        "outliers": 0,
         "skipped_steps": 0,
         "leader": 2 % n,
         "bytes_offsets": k,
