@@ -194,7 +194,8 @@ def test_a_rank_says_for_what_it_waits(monkeypatch, caplog):
         optimizer.zero_grad()
         backward(model, step)
         optimizer.step()
-    monkeypatch.setattr("scalecom_hvd.ddp.process_group_collectives.SECONDS_TO_TELL", 1)
+    if dist.get_rank() != late:  # on a busy machine the late rank may wait for a second, too
+        monkeypatch.setattr("scalecom_hvd.ddp.process_group_collectives.SECONDS_TO_TELL", 1)
     dist.barrier()
     optimizer.zero_grad()
     backward(model, 2)
