@@ -1,11 +1,17 @@
 """Small models of Keras for the parallel tests."""
 
-import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+import scalecom_hvd.tensorflow as hvd
+
 FEATURES = 60
 WIDTH = 3000
+
+
+def scalecom(**settings) -> hvd.ScaleCom:
+    """A ScaleCom that compresses all but the biases of these models."""
+    return hvd.ScaleCom(**({"rate": 20, "min_numel": 100} | settings))
 
 
 def same_on_all_ranks(variables, process_set=hvd.global_process_set) -> bool:

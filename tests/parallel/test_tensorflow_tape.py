@@ -4,8 +4,8 @@ import horovod.tensorflow as stock
 import numpy as np
 import pytest
 import tensorflow as tf
-from made_up import SHAPES, gradients
-from tensorflow_models import examples, net, same_on_all_ranks, total_residue
+from made_up import SHAPES, came_in, gradients
+from tensorflow_models import examples, net, same_on_all_ranks, scalecom, total_residue
 from tensorflow_parity import Step, variables
 
 import scalecom_hvd.tensorflow as hvd
@@ -14,50 +14,155 @@ from scalecom_hvd.tensorflow.compressor import shared
 MODES = [{}, {"lookahead": True}, {"leader": "staggered", "bucket_bytes": 10_000}]
 
 
-def scalecom(**settings):
-    return hvd.ScaleCom(**({"rate": 20, "min_numel": 100} | settings))
+def nothing(rank, number):
+    return ()
 
 
-def check_nothing_is_lost(compression, sent, steps, divisor=None):
-    """Check that what was sent, plus what waits, is the sum of all gradients.
+def without_two_buckets_on_other_ranks_than_0(rank, number):
+    """Those ranks sum zeros there, which TensorFlow would sum once and for all."""
+    return ("bias", "third") if rank else ()
 
-    sent: {name: the sum of what the steps gave}.
+
+def some_once_or_for_three_steps(rank, number):
+    return ["first"] * (number % hvd.size() == rank) + ["third"] * (number < 3)
+
+
+def until_they_come(rank, number):
+    """In eager execution a rank with a new gradient must not be the only one to notice.
+
+    The other ranks take part with zeros.
     """
-    for name, total in sent.items():
-        came_in = sum(
-            gradients(SHAPES, rank, step)[name]
-            for rank in range(hvd.size())
-            for step in range(steps)
+    last = hvd.size() - 1
+    # {name: {rank: its first step}}; other ranks never have a gradient
+    since = {"bias": {0: 1, last: 3}, "third": {last: 2}, "second": {0: 4}}
+    return {name for name, begins in since.items() if number < begins.get(rank, 99)}
+
+
+def train(step, numbers, skips=nothing):
+    """Return {name: the sum of the averages} of made-up gradients, without the skipped ones."""
+    sent, begun = dict.fromkeys(step.model, 0.0), set()
+    for number in numbers:
+        for rank in range(hvd.size()):
+            begun |= step.model.keys() - skips(rank, number)
+        averages = step(
+            {
+                name: tf.cast(grad, step.model[name].dtype)
+                for name, grad in gradients(SHAPES, hvd.rank(), number).items()
+                if name in step.model.keys() - skips(hvd.rank(), number)
+            }
         )
+        assert {name for name, average in averages.items() if average is not None} == begun
+        for name in begun:
+            assert averages[name].dtype == step.model[name].dtype
+            sent[name] = sent[name] + averages[name].astype(np.float64)
+    return sent
+
+
+def check_nothing_is_lost(compression, sent, steps, skips=nothing, divisor=None, tolerance=1e-4):
+    """Check that what was sent, plus what waits, is the sum of all gradients."""
+    for name, total in came_in(range(hvd.size()), range(steps), skips=skips).items():
+        found = sent[name] * (divisor or hvd.size()) + total_residue(compression, name)
         np.testing.assert_allclose(
-            total * (hvd.size() if divisor is None else divisor) + total_residue(compression, name),
-            came_in,
-            rtol=1e-3,
-            atol=1e-3,
-            err_msg=name,
+            found, total, rtol=tolerance, atol=tolerance * np.abs(total).max(), err_msg=name
         )
+    assert same_on_all_ranks([tf.constant(sent[name]) for name in SHAPES])
+    assert compression.stats()["residue_norm"] > 0
 
 
 @pytest.mark.parametrize(
-    ("options", "mode"),
+    ("mode", "options", "skips"),
     [
-        ({}, MODES[0]),
-        ({"gradient_predivide_factor": 2.0, "groups": 2}, MODES[1]),
-        pytest.param({"op": hvd.Sum, "device_dense": "/cpu:0"}, MODES[2], marks=pytest.mark.long),
-        pytest.param({"traced": False}, MODES[1], marks=pytest.mark.long),
+        (MODES[0], {}, nothing),
+        (MODES[1], {"gradient_predivide_factor": 2.0, "groups": 2}, nothing),
+        pytest.param(
+            MODES[2], {"op": hvd.Sum, "device_dense": "/cpu:0"}, nothing, marks=pytest.mark.long
+        ),
+        (MODES[1], {"traced": False}, some_once_or_for_three_steps),
+        (MODES[1] | {"warmup_steps": 3}, {"traced": False}, until_they_come),
+        pytest.param(MODES[2], {"traced": False}, until_they_come, marks=pytest.mark.long),
+        ({"bucket_bytes": 100}, {}, without_two_buckets_on_other_ranks_than_0),
     ],
-    ids=str,
 )
-def test_nothing_is_lost(options, mode):
+def test_nothing_is_lost(mode, options, skips):
     compression = scalecom(**mode)
-    step = Step(variables(SHAPES), compression, **options)
-    sent = dict.fromkeys(SHAPES, 0.0)
-    for number in range(7):
-        for name, average in step(gradients(SHAPES, hvd.rank(), number)).items():
-            sent[name] = sent[name] + average.astype(np.float64)
-    check_nothing_is_lost(compression, sent, 7, divisor=1 if options.get("op") == hvd.Sum else None)
-    assert same_on_all_ranks([tf.constant(total) for total in sent.values()])
-    assert compression.stats()["residue_norm"] > 0
+    sent = train(Step(variables(SHAPES), compression, **options), range(7), skips)
+    divisor = 1 if options.get("op") == hvd.Sum else None
+    check_nothing_is_lost(compression, sent, 7, skips, divisor)
+    assert compression.stats()["step"] == 7
+
+
+def test_bfloat16():
+    """Horovod sums no bfloat16. ScaleCom sends float32."""
+    compression = scalecom()
+    sent = train(Step(variables(SHAPES, tf.bfloat16), compression), range(4))
+    check_nothing_is_lost(compression, sent, 4, tolerance=0.02)
+    residues = compression.state_dict()["residues"].values()
+    assert {residue.dtype for residue in residues} == {np.dtype(np.float32)}
+
+
+def test_the_bare_class_is_one_object_for_all_tapes(monkeypatch):
+    monkeypatch.setenv("SCALECOM_RATE", "10")
+    shared.cache_clear()
+    sent = train(Step(variables(SHAPES), hvd.ScaleCom, traced=False), range(4))
+    compression = shared()
+    shared.cache_clear()
+    assert compression.config.rate == 10
+    check_nothing_is_lost(compression, sent, 4)
+
+
+def test_two_steps_in_one_function():
+    compression, sent = scalecom(bucket_bytes=100), dict.fromkeys(SHAPES, 0.0)
+    step = Step(variables(SHAPES), compression, traced=False)
+    both = tf.function(lambda *parts: [step._gradient(part) for part in parts], autograph=False)
+    for number in range(0, 6, 2):
+        for averages in both(*(gradients(SHAPES, hvd.rank(), number + part) for part in range(2))):
+            for name, average in zip(SHAPES, averages, strict=True):
+                sent[name] = sent[name] + average.numpy().astype(np.float64)
+    check_nothing_is_lost(compression, sent, 6)
+    assert compression.stats()["step"] == 6
+
+
+def test_variables_join_and_leave():
+    """Lists of sources may change, traced or not.
+
+    The same training goes on, with the residues that exist.
+    """
+    model, compression, sent = variables(SHAPES), scalecom(), dict.fromkeys(SHAPES, 0.0)
+
+    def away(rank, number):
+        return () if number in (0, 1, 4, 7) else ("first", "second")
+
+    for number in range(8):
+        here = {name: model[name] for name in SHAPES if name not in away(0, number)}
+        step = Step(here, compression, traced=number % 2)
+        sent |= {name: sent[name] + total for name, total in train(step, [number]).items()}
+    check_nothing_is_lost(compression, sent, 8, away)
+
+
+def test_a_persistent_tape_for_two_models():
+    """A GAN has disjoint variables, with one residue each."""
+    model, compression = variables(SHAPES), scalecom(lookahead=True)
+    parts, sent = [["first", "bias"], ["second", "third"]], dict.fromkeys(SHAPES, 0.0)
+
+    @tf.function(autograph=False)
+    def step(grads):
+        with tf.GradientTape(persistent=True) as tape:
+            losses = [
+                tf.add_n([tf.reduce_sum(model[name] * grads[name]) for name in names])
+                for names in parts
+            ]
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        return [
+            dict(zip(names, tape.gradient(loss, [model[name] for name in names]), strict=True))
+            for loss, names in zip(losses, parts, strict=True)
+        ]
+
+    for number in range(5):
+        for averages in step(gradients(SHAPES, hvd.rank(), number)):
+            for name, average in averages.items():
+                sent[name] = sent[name] + average.numpy().astype(np.float64)
+    check_nothing_is_lost(compression, sent, 5)
+    assert set(compression.state_dict()["residues"]) == {"first", "second", "third"}
 
 
 @pytest.mark.parametrize(
@@ -84,56 +189,13 @@ def test_rate_one_equals_stock_horovod(dtype, options):
         return averages
 
     # The sums over ranks are the same in any order, so they are equal to the bit.
-    grads = {
-        name: np.round(grad * 8) for name, grad in gradients(SHAPES, hvd.rank(), 0, dtype).items()
-    }
-    ours, theirs = both({name: tf.constant(grad) for name, grad in grads.items()})
+    grads = gradients(SHAPES, hvd.rank(), 0, dtype)
+    ours, theirs = both({name: tf.constant(np.round(grad * 8)) for name, grad in grads.items()})
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.dtype == other.dtype == dtype
         np.testing.assert_allclose(
             mine.numpy(), other.numpy(), rtol=2e-3 if dtype is np.float16 else 1e-6
         )
-
-
-def test_bfloat16():
-    """Horovod sums no bfloat16. ScaleCom sends float32."""
-    model = {
-        name: tf.Variable(tf.zeros(shape, tf.bfloat16), name=name) for name, shape in SHAPES.items()
-    }
-    compression = scalecom()
-    step = Step(model, compression)
-    sent = dict.fromkeys(SHAPES, 0.0)
-    for number in range(4):
-        grads = {
-            name: tf.cast(np.round(grad * 4), tf.bfloat16)
-            for name, grad in gradients(SHAPES, hvd.rank(), number).items()
-        }
-        for name, average in step(grads).items():
-            assert average.dtype == tf.bfloat16.as_numpy_dtype
-            sent[name] = sent[name] + average.astype(np.float64)
-    for name in SHAPES:
-        came_in = sum(
-            tf.cast(
-                tf.cast(np.round(gradients(SHAPES, rank, number)[name] * 4), tf.bfloat16),
-                tf.float32,
-            ).numpy()
-            for rank in range(hvd.size())
-            for number in range(4)
-        )
-        left = total_residue(compression, name)
-        assert (
-            np.abs(sent[name] * hvd.size() + left - came_in).max() <= 0.02 * np.abs(came_in).max()
-        )
-    assert all(
-        residue.dtype == np.float32 for residue in compression.state_dict()["residues"].values()
-    )
-
-
-def train(model, step, steps):
-    x, y = examples(hvd.rank())
-    losses = [float(step(x[i % 3 * 8 :][:8], y[i % 3 * 8 :][:8])) for i in range(steps)]
-    assert same_on_all_ranks(model.variables)
-    return losses
 
 
 @pytest.mark.parametrize("traced", [pytest.param(False, marks=pytest.mark.long), True])
@@ -145,19 +207,17 @@ def test_a_custom_loop(traced):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(tf.square(model(x) - y))
             tape = library.DistributedGradientTape(tape, compression=compression)
-            optimizer.apply_gradients(
-                zip(
-                    tape.gradient(loss, model.trainable_variables),
-                    model.trainable_variables,
-                    strict=True,
-                )
-            )
+            weights = model.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
             return loss
 
         if traced:
             optimizer.build(model.trainable_variables)
             step = tf.function(step, autograph=False)
-        return train(model, step, 12 if traced else 6)
+        x, y = (part.reshape(-1, 8, part.shape[1])[:3] for part in examples(hvd.rank()))
+        losses = [float(step(x[i % 3], y[i % 3])) for i in range(12 if traced else 6)]
+        assert same_on_all_ranks(model.variables)
+        return losses
 
     compression = scalecom(rate=4, warmup_steps=2)
     losses = run(hvd, compression)
@@ -166,20 +226,6 @@ def test_a_custom_loop(traced):
     np.testing.assert_allclose(
         run(hvd, hvd.ScaleCom(rate=1)), run(stock, stock.Compression.none), rtol=1e-4
     )
-
-
-def test_the_bare_class_is_one_object_for_all_tapes(monkeypatch):
-    monkeypatch.setenv("SCALECOM_RATE", "10")
-    shared.cache_clear()
-    step = Step(variables(SHAPES), hvd.ScaleCom, traced=False)
-    sent = dict.fromkeys(SHAPES, 0.0)
-    for number in range(4):
-        for name, average in step(gradients(SHAPES, hvd.rank(), number)).items():
-            sent[name] = sent[name] + average.astype(np.float64)
-    compression = shared()
-    shared.cache_clear()
-    assert compression.config.rate == 10
-    check_nothing_is_lost(compression, sent, 4)
 
 
 @pytest.mark.parametrize(("partial", "scale"), [(True, True), (False, False)])
@@ -216,146 +262,6 @@ def test_local_sources(partial, scale):
         np.testing.assert_allclose(mine.numpy(), other.numpy(), rtol=1e-6)
 
 
-def test_gradients_missing_on_one_rank_or_on_all():
-    model = variables(SHAPES)
-    compression = scalecom(lookahead=True)
-    step = Step(model, compression, traced=False)
-    sent = dict.fromkeys(SHAPES, 0.0)
-    for number in range(6):
-        grads = gradients(SHAPES, hvd.rank(), number)
-        if number < 3:
-            del grads["third"]
-        if number % hvd.size() == hvd.rank():
-            del grads["first"]
-        averages = step(grads)
-        assert (averages["third"] is None) == (number < 3)
-        averages = {
-            name: average.astype(np.float64)
-            for name, average in averages.items()
-            if average is not None
-        }
-        assert same_on_all_ranks([tf.constant(average) for average in averages.values()])
-        sent |= {name: sent[name] + average for name, average in averages.items()}
-    for name, total in sent.items():
-        came_in = sum(
-            gradients(SHAPES, rank, number)[name]
-            for rank in range(hvd.size())
-            for number in range(6)
-            if (name != "first" or number % hvd.size() != rank) and (name != "third" or number >= 3)
-        )
-        np.testing.assert_allclose(
-            total * hvd.size() + total_residue(compression, name), came_in, rtol=1e-3, atol=1e-3
-        )
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [pytest.param(MODES[2], marks=pytest.mark.long), {"lookahead": True, "warmup_steps": 3}],
-    ids=str,
-)
-def test_gradients_that_come_later_on_one_rank_alone(mode):
-    """In eager execution a rank with a new gradient must not be the only one to notice.
-
-    The other ranks take part with zeros.
-    """
-    last = hvd.size() - 1
-    # {name: {rank: its first step}}; other ranks never have a gradient
-    since = {"bias": {0: 1, last: 3}, "third": {last: 2}, "second": {0: 4}}
-
-    def came(rank, number):
-        grads = gradients(SHAPES, rank, number)
-        return {
-            name: grad
-            for name, grad in grads.items()
-            if number >= since.get(name, {rank: 0}).get(rank, 99)
-        }
-
-    compression = scalecom(**mode)
-    step = Step(variables(SHAPES), compression, traced=False)
-    sent = dict.fromkeys(SHAPES, 0.0)
-    for number in range(6):
-        averages = step(came(hvd.rank(), number))
-        for name, average in averages.items():
-            assert (average is None) == (number < min(since.get(name, {0: 0}).values())), name
-        averages = {
-            name: average.astype(np.float64)
-            for name, average in averages.items()
-            if average is not None
-        }
-        assert same_on_all_ranks([tf.constant(average) for average in averages.values()])
-        sent |= {name: sent[name] + average for name, average in averages.items()}
-    for name, total in sent.items():
-        came_in = sum(
-            came(rank, number).get(name, 0.0) for rank in range(hvd.size()) for number in range(6)
-        )
-        np.testing.assert_allclose(
-            total * hvd.size() + total_residue(compression, name), came_in, rtol=1e-3, atol=1e-3
-        )
-    assert compression.stats()["step"] == 6
-
-
-def test_a_bucket_without_gradients_on_one_rank():
-    """That rank sums zeros there, which TensorFlow would sum once and for all."""
-    compression = scalecom(bucket_bytes=100)
-    step = Step(variables(SHAPES), compression)
-    here = [name for name in SHAPES if name not in ("bias", "third") or hvd.rank() == 0]
-    sent = dict.fromkeys(SHAPES, 0.0)
-    for number in range(4):
-        for name, average in step(
-            {name: gradients(SHAPES, hvd.rank(), number)[name] for name in here}
-        ).items():
-            sent[name] = sent[name] + average.astype(np.float64)
-    for name, total in sent.items():
-        ranks = range(1 if name in ("bias", "third") else hvd.size())
-        came_in = sum(
-            gradients(SHAPES, rank, number)[name] for rank in ranks for number in range(4)
-        )
-        np.testing.assert_allclose(
-            total * hvd.size() + total_residue(compression, name), came_in, rtol=1e-3, atol=1e-3
-        )
-
-
-def test_two_steps_in_one_function():
-    model, compression = variables(SHAPES), scalecom(bucket_bytes=100)
-    step = Step(model, compression, traced=False)
-    both = tf.function(lambda *parts: [step._gradient(part) for part in parts], autograph=False)
-    sent = dict.fromkeys(SHAPES, 0.0)
-    for number in range(0, 6, 2):
-        for averages in both(*(gradients(SHAPES, hvd.rank(), number + part) for part in range(2))):
-            for name, average in zip(model, averages, strict=True):
-                sent[name] = sent[name] + average.numpy().astype(np.float64)
-    check_nothing_is_lost(compression, sent, 6)
-    assert compression.stats()["step"] == 6
-
-
-def test_variables_join_and_leave():
-    """Lists of sources may change, traced or not.
-
-    The same training goes on, with the residues that exist.
-    """
-    model = variables(SHAPES)
-    compression = scalecom()
-    sent = dict.fromkeys(SHAPES, 0.0)
-    came_in = dict.fromkeys(SHAPES, 0.0)
-    for number in range(8):
-        names = list(SHAPES) if number in (0, 1, 4, 7) else ["third", "bias"]
-        step = Step({name: model[name] for name in names}, compression, traced=number % 2)
-        for name, average in step(
-            {name: gradients(SHAPES, hvd.rank(), number)[name] for name in names}
-        ).items():
-            sent[name] = sent[name] + average.astype(np.float64)
-            came_in[name] = came_in[name] + sum(
-                gradients(SHAPES, rank, number)[name] for rank in range(hvd.size())
-            )
-    for name in SHAPES:
-        np.testing.assert_allclose(
-            sent[name] * hvd.size() + total_residue(compression, name),
-            came_in[name],
-            rtol=1e-3,
-            atol=1e-3,
-        )
-
-
 @pytest.mark.parametrize("traced", [pytest.param(False, marks=pytest.mark.long), True])
 def test_two_gradients_of_the_same_variables_in_a_step(traced):
     """They are two series, and each keeps what was not sent of it.
@@ -382,36 +288,6 @@ def test_two_gradients_of_the_same_variables_in_a_step(traced):
             np.testing.assert_array_equal(mine.numpy(), other(part)["w"])
     assert set(together.state_dict()["residues"]) == {"w", "w#1"}
     assert together.stats()["step"] == 5
-
-
-def test_a_persistent_tape_for_two_models():
-    """A GAN has disjoint variables, with one residue each."""
-    model = variables(SHAPES)
-    compression = scalecom(lookahead=True)
-    parts = [["first", "bias"], ["second", "third"]]
-
-    @tf.function(autograph=False)
-    def step(grads):
-        with tf.GradientTape(persistent=True) as tape:
-            losses = [
-                tf.add_n([tf.reduce_sum(model[name] * grads[name]) for name in names])
-                for names in parts
-            ]
-        tape = hvd.DistributedGradientTape(tape, compression=compression)
-        return [
-            g
-            for loss, names in zip(losses, parts, strict=True)
-            for g in tape.gradient(loss, [model[n] for n in names])
-        ]
-
-    sent = dict.fromkeys(SHAPES, 0.0)
-    for number in range(5):
-        grads = gradients(SHAPES, hvd.rank(), number)
-        averages = step({name: tf.constant(grad) for name, grad in grads.items()})
-        for name, average in zip([*parts[0], *parts[1]], averages, strict=True):
-            sent[name] = sent[name] + average.numpy().astype(np.float64)
-    check_nothing_is_lost(compression, sent, 5)
-    assert set(compression.state_dict()["residues"]) == {"first", "second", "third"}
 
 
 @pytest.mark.parametrize(
@@ -473,16 +349,13 @@ def test_process_sets_have_leaders_of_their_own():
     sets = [hvd.add_process_set(list(range(start, hvd.size(), 2))) for start in range(2)]
     mine = sets[hvd.rank() % 2]
     compression = scalecom()
-    step = Step(variables(SHAPES), compression, process_set=mine)
-    sent = dict.fromkeys(SHAPES, 0.0)
-    for number in range(5):
-        for name, average in step(gradients(SHAPES, hvd.rank(), number)).items():
-            sent[name] = sent[name] + average
-    assert same_on_all_ranks([tf.constant(total) for total in sent.values()], mine)
+    sent = train(Step(variables(SHAPES), compression, process_set=mine), range(5))
+    totals = [tf.constant(total) for total in sent.values()]
+    assert same_on_all_ranks(totals, mine)
     if hvd.size() >= 4:
         assert compression.stats()["step"] == 5
         assert compression.stats()["leader"] == 4 % mine.size()
-        assert not same_on_all_ranks([tf.constant(total) for total in sent.values()])
+        assert not same_on_all_ranks(totals)
     # Ranks outside the process set keep their gradients.
     grads = gradients(SHAPES, hvd.rank(), 9)
     untouched = Step(variables(SHAPES), scalecom(), process_set=sets[(hvd.rank() + 1) % 2])(grads)
