@@ -26,6 +26,7 @@ FORMS = {
     "32 bits": {"bits": 32},
     "look-ahead": {"lookahead": True},
     "staggered": {"leader": "staggered"},
+    "local steps": {"options": {"local_steps": 4, "overlap": 2}, "steps": 15},
 }
 only_delayed = pytest.mark.skipif(DEVICE != "delayed", reason="asks that device for its waits")
 
@@ -59,15 +60,15 @@ def with_hook(model, finds_unused=False, mesh=None, **settings):
     return wrapped, optimizer, state.compression
 
 
-def with_optimizer(model, **settings):
+def with_optimizer(model, options=(), **settings):
     method = ddp.ScaleCom(**{**SETTINGS, **settings})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     named = model.named_parameters()
-    return model, ddp.DistributedOptimizer(optimizer, named, compression=method), method
+    return model, ddp.DistributedOptimizer(optimizer, named, method, **dict(options)), method
 
 
 def train(make, device, steps=8, around=contextlib.nullcontext, **settings):
-    """The parameters after each step."""
+    """The parameters after each step, and the method."""
     model = make_model(device)
     called, optimizer, method = make(model, **settings)
     seen = []
@@ -77,9 +78,17 @@ def train(make, device, steps=8, around=contextlib.nullcontext, **settings):
         with around():
             loss.backward()
         optimizer.step()
+        if step == steps - 1 and "local_steps" in settings.get("options", ()):
+            optimizer.synchronize_parameters()
         seen.append(torch.cat([p.detach().cpu().reshape(-1) for p in model.parameters()]))
     assert same_on_all_ranks(model.parameters())
     return seen, method
+
+
+def assert_close(ours, expected):
+    """The layers of a GPU round differently than those of a CPU."""
+    tolerance = 0 if DEVICE == "delayed" else 1e-3
+    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture(params=["early", "late"])
@@ -100,17 +109,14 @@ def order(request):
     [
         *(("the defaults", make) for make in (with_hook, with_optimizer)),
         *((form, with_hook) for form in ("32 bits", "staggered")),
-        ("look-ahead", with_optimizer),
+        *((form, with_optimizer) for form in ("look-ahead", "local steps")),
     ],
 )
 def test_the_same_training_as_on_the_cpu(form, make, order):
     settings = FORMS[form]
     ours, method = train(make, DEVICE, **settings)
     expected, _ = train(make, "cpu", **settings)
-    # The layers of a GPU round differently.
-    tolerance = 0 if DEVICE == "delayed" else 1e-3
-    for mine, other in zip(ours, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
+    assert_close(ours, expected)
     assert {t.residue.device.type for t in method.residues.tensors.values()} == {DEVICE}
 
 
@@ -121,8 +127,7 @@ def test_a_script_that_trains_on_a_stream_of_its_own(settings, order):
     with stream:
         ours, _ = train(with_hook, DEVICE, **settings)
     expected, _ = train(with_hook, "cpu", **settings)
-    tolerance = 0 if DEVICE == "delayed" else 1e-3
-    torch.testing.assert_close(ours[-1], expected[-1], rtol=tolerance, atol=tolerance)
+    assert_close(ours, expected)
 
 
 @only_delayed
@@ -231,43 +236,11 @@ def test_all_buckets_travel_in_one_order():
         assert set(news._groups) == {"gloo"}
 
 
-def test_local_steps_travel_meanwhile(order):
-    def trained(device):
-        model = make_model(device)
-        optimizer = ddp.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            model.named_parameters(),
-            compression=ddp.ScaleCom(**SETTINGS),
-            local_steps=4,
-            overlap=2,
-        )
-        for step in range(15):
-            optimizer.zero_grad()
-            loss_of(model, step, device).backward()
-            optimizer.step()
-        optimizer.synchronize_parameters()
-        assert same_on_all_ranks(model.parameters())
-        return torch.cat([p.detach().cpu().reshape(-1) for p in model.parameters()])
-
-    tolerance = 0 if DEVICE == "delayed" else 1e-3
-    torch.testing.assert_close(trained(DEVICE), trained("cpu"), rtol=tolerance, atol=tolerance)
-
-
 @only_delayed
 def test_a_group_that_has_no_backend_for_cpus():
     """init_process_group("nccl") makes such a group. The ranks' messages still travel by Gloo."""
-    model, group = make_model(DEVICE), dist.new_group(backend="delayed:delayedccl")
-    optimizer = ddp.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        model.named_parameters(),
-        compression=ddp.ScaleCom(**SETTINGS),
-        process_group=group,
-    )
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, step, DEVICE).backward()
-        optimizer.step()
-    assert same_on_all_ranks(model.parameters())
+    group = dist.new_group(backend="delayed:delayedccl")
+    train(with_optimizer, DEVICE, 3, options={"process_group": group})
 
 
 def test_a_group_without_a_backend_for_the_device_is_refused():
