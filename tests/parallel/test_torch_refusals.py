@@ -12,39 +12,57 @@ from scalecom_hvd.torch.horovod_collectives import HorovodCollectives, HorovodWo
 SHAPES = {"first": (60, 50), "second": (5000,)}
 
 
-def make(model=None, compression=None, **options):
+def make(model=None, compression=None, names=None, **options):
     model = model or parameters(SHAPES)
     return hvd.DistributedOptimizer(
         torch.optim.SGD(model.values(), lr=0.1),
-        model.items(),
+        names or model.items(),
         compression=compression or hvd.ScaleCom(rate=20),
         **options,
     )
 
 
-def test_adasum():
-    with pytest.raises(
-        ValueError, match=r"Use op=hvd.Average \(the default\), or Adasum without compression"
-    ):
-        make(op=hvd.Adasum)
+def step(model, optimizer, number):
+    optimizer.zero_grad()
+    feed(model, gradients(SHAPES, hvd.rank(), number))
+    optimizer.step()
 
 
-def test_other_operations():
-    with pytest.raises(ValueError, match="works with op=hvd.Average and op=hvd.Sum"):
-        make(op=hvd.Max)
-    with pytest.raises(ValueError, match="gradient_predivide_factor not supported"):
-        make(op=hvd.Sum, gradient_predivide_factor=2.0)
-    with pytest.raises(ValueError, match="backward_passes_per_step must be > 0"):
-        make(backward_passes_per_step=0)
-
-
-def test_settings_that_fit_no_parameter():
-    with pytest.raises(
-        ValueError, match="dense names 'frist', which matches no parameter; the model has first"
-    ):
-        make(compression=hvd.ScaleCom(dense=["frist"]))
-    with pytest.raises(ValueError, match="rates names 'third.*'"):
-        make(compression=hvd.ScaleCom(rates={"third.*": 5}))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (lambda _: {"op": hvd.Adasum}, r"Use op=hvd.Average \(the default\), or Adasum without"),
+        (lambda _: {"op": hvd.Max}, "works with op=hvd.Average and op=hvd.Sum"),
+        (
+            lambda _: {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
+            "gradient_predivide_factor not supported",
+        ),
+        (lambda _: {"backward_passes_per_step": 0}, "backward_passes_per_step must be > 0"),
+        (
+            lambda _: {"compression": hvd.ScaleCom(dense=["frist"])},
+            "dense names 'frist', which matches no parameter; the model has first",
+        ),
+        (
+            lambda _: {"compression": hvd.ScaleCom(rates={"third.*": 5})},
+            "rates names 'third.*'",
+        ),
+        (lambda _: {"groups": -1}, "groups should be"),
+        (lambda _: {"groups": [["first"]]}, "groups must consist of torch.Tensor"),
+        (lambda model: {"groups": [[model["first"]]] * 2}, "can only appear once"),
+        (lambda _: {"names": list(SHAPES)}, "sequence of tuples"),
+        (lambda model: {"names": [("same", p) for p in model.values()]}, "must be unique"),
+        (lambda model: {"names": list(model.items())[:1]}, "were not named"),
+    ],
+)
+def test_what_cannot_work(options, message):
+    """The refusal leaves the parameters and the method usable."""
+    model, method = parameters(SHAPES), hvd.ScaleCom(rate=20)
+    with pytest.raises(ValueError, match=message):
+        make(model, **{"compression": method, **options(model)})
+    optimizer = make(model, method)
+    assert optimizer.compression is method
+    step(model, optimizer, 0)
+    assert same_on_all_ranks(model.values())
 
 
 def test_one_object_for_two_optimizers():
@@ -61,76 +79,55 @@ def test_complex_parameters():
 
 def test_groups_as_in_horovod():
     model = parameters(SHAPES)
-    with pytest.raises(ValueError, match="groups should be"):
-        make(model, groups=-1)
-    with pytest.raises(ValueError, match="groups must consist of torch.Tensor"):
-        make(model, groups=[["first"]])
-    with pytest.raises(ValueError, match="can only appear once"):
-        make(model, groups=[[model["first"]], [model["first"]]])
     optimizer = make(model, groups=[[model["second"]]])
-    feed(model, gradients(SHAPES, hvd.rank(), 0))
-    optimizer.step()
+    step(model, optimizer, 0)
     assert optimizer.compression.residues.buckets == [["second"], ["first"]]
 
 
-def start_differently(what, rank):
-    """Return a model and an optimizer that differ in one thing on rank 1.
-
-    Names differ between the cases (see below).
-    """
-    changed = rank == 1
-    shapes = {f"{what}.{name}": shape for name, shape in SHAPES.items()}
-    settings, options = {"rate": 20}, {}
-    dtype = torch.float32
-    if what == "setting":
-        settings["rate"] = 40 if changed else 20
-    elif what == "shape":
-        shapes[f"{what}.second"] = (5001,) if changed else (5000,)
-    elif what == "dtype":
-        dtype = torch.bfloat16 if changed else torch.float32
-    elif what == "a parameter more" and changed:
-        shapes[f"{what}.third"] = (3000,)
-    elif what == "a parameter less" and changed:
-        del shapes[f"{what}.second"]
-    elif what == "name" and changed:
-        shapes = {"other": shapes.pop(f"{what}.first"), **shapes}
-    elif what == "sparse_as_dense":
-        options["sparse_as_dense"] = changed
-    elif what == "groups":
-        options["groups"] = 2 if changed else 1
-    model = parameters(shapes, dtype)
-    return model, settings, options
+# What only rank 1 has, and how it is refused.
+RATES = "settings differ between ranks.*rate is 20.0 on rank 0 and 40.0 on rank 1"
+DTYPES = "tensors differ between ranks.*dtype.first is .*float32.* on rank 0 and .*bfloat16.* on"
+VERSIONS = "version differ between ranks.* on rank 0 and 9.9 on rank 1"
+SPARSE = "settings differ between ranks.*sparse_as_dense is False on rank 0 and True on rank 1"
+NAMES = "tensors differ between ranks.*{} on rank 0 and {} on rank 1"
+DIFFERENT = {
+    "setting": ({"rate": 40}, RATES),
+    "sparse_as_dense": ({"sparse_as_dense": True}, SPARSE),
+    "shape": ({"second": (5001,)}, r"tensors differ .*shape.second is \[\[5000\].*\[\[5001\]"),
+    "dtype": ({"dtype": torch.bfloat16}, DTYPES),
+    "a parameter more": ({"third": (3000,)}, "tensors differ .*third is missing on rank 0"),
+    "a parameter less": ({"second": None}, NAMES.format("second is .*", "missing")),
+    "name": ({"first": None, "other": (60, 50)}, NAMES.format("name.first is .*", "missing")),
+    "groups": ({"groups": 2}, "groups differ between ranks"),
+    "version": ({}, VERSIONS),
+}
+OF_STOCK = {name: DIFFERENT[name] for name in ("setting", "dtype", "version")}
+# Horovod's own error comes first.
+OF_STOCK["shape"] = ({"second": (5001,)}, "Mismatched ALLREDUCE tensor shapes")
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("face", "what", "changes", "message"),
     [
-        ("setting", "settings differ between ranks.*rate is 20.0 on rank 0 and 40.0 on rank 1"),
-        (
-            "sparse_as_dense",
-            "settings differ between ranks.*sparse_as_dense is False on rank 0 and True on rank 1",
-        ),
-        ("shape", r"tensors differ between ranks.*shape.second is \[\[5000\].*\[\[5001\]"),
-        (
-            "dtype",
-            "tensors differ between ranks.*dtype.first is .*float32.* on rank 0 and .*bfloat16.* "
-            "on rank 1",
-        ),
-        ("a parameter more", "tensors differ between ranks.*third is missing on rank 0"),
-        (
-            "a parameter less",
-            "tensors differ between ranks.*second is .* on rank 0 and missing on rank 1",
-        ),
-        ("name", "tensors differ between ranks.*name.first is .* on rank 0 and missing on rank 1"),
-        ("groups", "groups differ between ranks"),
-        ("version", "version differ between ranks.* on rank 0 and 9.9 on rank 1"),
+        (face, name, *case)
+        for face, cases in ((hvd, DIFFERENT), (stock, OF_STOCK))
+        for name, case in cases.items()
     ],
 )
-def test_one_rank_is_started_differently(what, message, monkeypatch):
+def test_one_rank_is_started_differently(face, what, changes, message, monkeypatch):
+    """Names of parameters differ between the cases, because one rank may submit others."""
+    changes = dict(changes) if hvd.rank() == 1 else {}
     if what == "version" and hvd.rank() == 1:
         monkeypatch.setattr(agreement, "__version__", "9.9")
-    model, settings, options = start_differently(what, hvd.rank())
-    optimizer = make(model, hvd.ScaleCom(**settings), **options)
+    rate, dtype = changes.pop("rate", 20), changes.pop("dtype", torch.float32)
+    options = {name: changes.pop(name) for name in ("sparse_as_dense",) if name in changes}
+    if what == "groups":
+        options["groups"] = changes.pop("groups", 1)
+    shapes = {f"{what}.{name}": shape for name, shape in (SHAPES | changes).items() if shape}
+    model = parameters(shapes, dtype)
+    method = hvd.ScaleCom(rate=rate, **({} if face is hvd else {"named_parameters": model.items()}))
+    sgd = torch.optim.SGD(model.values(), lr=0.1)
+    optimizer = face.DistributedOptimizer(sgd, model.items(), compression=method, **options)
     # One rank sends a sparse gradient differently, so use one. Its name is never used again.
     if what == "sparse_as_dense":
         rows = torch.nn.functional.embedding(
@@ -143,40 +140,12 @@ def test_one_rank_is_started_differently(what, message, monkeypatch):
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("setting", "settings differ between ranks.*rate is 20.0 on rank 0 and 40.0 on rank 1"),
-        ("shape", "Mismatched ALLREDUCE tensor shapes"),  # Horovod's own error comes first
-        (
-            "dtype",
-            "tensors differ between ranks.*dtype.first is .*float32.* on rank 0 and .*bfloat16.* "
-            "on rank 1",
-        ),
-        ("version", "version differ between ranks.* on rank 0 and 9.9 on rank 1"),
-    ],
-)
-def test_one_rank_is_started_differently_in_the_stock_optimizer(what, message, monkeypatch):
-    if what == "version" and hvd.rank() == 1:
-        monkeypatch.setattr(agreement, "__version__", "9.9")
-    model, settings, _ = start_differently(what, hvd.rank())
-    compressor = hvd.ScaleCom(named_parameters=model.items(), **settings)
-    optimizer = stock.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor
-    )
-    feed(model, {n: p.detach().float().numpy() for n, p in model.items()})
-    with pytest.raises(RuntimeError, match=message):
-        optimizer.step()
-
-
 def test_after_a_refused_step_residues_are_as_before(monkeypatch):
     """A step that fails leaves no trace. Once the cause is mended, training goes on from there."""
     model = parameters(SHAPES)
     optimizer = make(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        feed(model, gradients(SHAPES, hvd.rank(), step))
-        optimizer.step()
+    for number in range(3):
+        step(model, optimizer, number)
     before = {name: t.residue.clone() for name, t in optimizer.compression.residues.tensors.items()}
     wait, done = HorovodWork.wait, set()
 
@@ -187,46 +156,15 @@ def test_after_a_refused_step_residues_are_as_before(monkeypatch):
             raise hvd.HorovodInternalError("a worker died")
         return result
 
-    optimizer.zero_grad()
     with monkeypatch.context() as patch:
         patch.setattr(HorovodWork, "wait", fails_after_two)
-        feed(model, gradients(SHAPES, hvd.rank(), 9))
         with pytest.raises(hvd.HorovodInternalError):
-            optimizer.step()
+            step(model, optimizer, 9)
     for name, tensor in optimizer.compression.residues.tensors.items():
         torch.testing.assert_close(tensor.residue, before[name], rtol=1e-5, atol=1e-5)
     optimizer.load_state_dict(optimizer.state_dict())  # what an elastic restore does
-    for step in range(3, 6):
-        optimizer.zero_grad()
-        feed(model, gradients(SHAPES, hvd.rank(), step))
-        optimizer.step()
-    assert same_on_all_ranks(model.values())
-
-
-def test_names_as_in_horovod():
-    model = parameters(SHAPES)
-    optimizer = torch.optim.SGD(model.values(), lr=0.1)
-    compressor = hvd.ScaleCom()
-    for names, message in (
-        (list(model), "sequence of tuples"),
-        ([("same", p) for p in model.values()], "must be unique"),
-        (list(model.items())[:1], "were not named"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            hvd.DistributedOptimizer(optimizer, names, compression=compressor)
-    assert (
-        hvd.DistributedOptimizer(optimizer, model.items(), compression=compressor).compression
-        is compressor
-    )
-
-
-def test_a_refusal_leaves_the_parameters_usable():
-    model = parameters(SHAPES)
-    with pytest.raises(ValueError, match="matches no parameter"):
-        make(model, compression=hvd.ScaleCom(dense=["none"]))
-    optimizer = make(model)
-    feed(model, gradients(SHAPES, hvd.rank(), 0))
-    optimizer.step()
+    for number in range(3, 6):
+        step(model, optimizer, number)
     assert same_on_all_ranks(model.values())
 
 
