@@ -1,7 +1,9 @@
 """Local steps of simulated ranks that have different histories or reach non-finite values."""
 
 import copy
+import functools
 import math
+import operator
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from local_ranks import (
     GRADIENTS,
     GROUPS,
     HALF,
+    SETTINGS,
     SIZE,
     THREE,
     WHOLE,
@@ -493,27 +496,45 @@ OTHER = "is not a {} of these parameters: give the outer="
 
 
 @pytest.mark.parametrize(
-    ("saved", "loads", "message"),
+    ("saved", "loads", "change", "message"),
     [
-        ({}, {"outer": momentum}, "without an outer optimizer"),
-        ({"outer": momentum}, {}, "made with an outer optimizer"),
-        ({"outer": momentum}, {"outer": adam}, OTHER.format("Adam")),
-        ({"outer": adam}, {"outer": momentum}, OTHER.format("SGD")),
-        ({"unknown": True}, {}, "sent_from. belong to another model"),
+        ({}, {"outer": momentum}, (), "without an outer optimizer"),
+        ({"outer": momentum}, {}, (), "made with an outer optimizer"),
+        ({"outer": momentum}, {"outer": adam}, (), OTHER.format("Adam")),
+        ({"outer": adam}, {"outer": momentum}, (), OTHER.format("SGD")),
+        ({}, {}, ("sent_from", "unknown"), "sent_from. belong to another model"),
+        ({}, {}, ("local", "a"), r"local steps \(local\) belong to another model"),
+        ({}, {}, ("common",), "another kind of schedule"),
+        ({"local_steps": None}, {}, (), r"this optimizer sends changes of parameters \(local_"),
+        ({}, {"local_steps": None}, (), r"hold changes of parameters \(local_steps\), but this"),
     ],
 )
-def test_states_that_do_not_fit_are_refused(saved, loads, message):
+def test_states_that_do_not_fit_are_refused(saved, loads, change, message):
     """The refusal changes nothing."""
-    has_unknown = saved.pop("unknown", False)
-    made = Ranks(overlap=2, **saved)
-    made.train(0, 8)
-    state, ranks = made.states()[0], Ranks(overlap=2, **loads)
-    if has_unknown:
-        state["local_steps"]["sent_from"]["unknown"] = torch.zeros(SIZE)
+    states = []
+    for settings, steps in ((saved, 8), (loads, 0)):
+        ranks = Ranks(**({"overlap": 2} if "local_steps" not in settings else {}), **settings)
+        ranks.train(0, steps if ranks.locals else 0)
+        states += ranks.states()
+    state = states[0]
+    if change:  # take it out, or add it
+        *way, last = change
+        holds = functools.reduce(operator.getitem, way, state["local_steps"])
+        if holds.pop(last, None) is None:
+            holds[last] = torch.zeros(SIZE)
     with pytest.raises(ValueError, match=message):
         ranks.compressors[0].load_state_dict(state)
-    assert ranks.locals[0].taken == ranks.compressors[0].residues.step == 0
-    ranks.train(0, 4)
+    assert ranks.compressors[0].residues.step == 0
+    ranks.train(0, 4 if ranks.locals else 0)
+
+
+def test_a_method_that_loaded_changes_before_it_knew_its_local_steps_is_refused():
+    ranks = Ranks()
+    ranks.train(0, 2)
+    method = hvd.ScaleCom(**SETTINGS)
+    method.load_state_dict(ranks.states()[0])
+    with pytest.raises(ValueError, match="give local_steps as the saved run did"):
+        Ranks(1, None, compression=lambda **_: method)
 
 
 @pytest.mark.parametrize(
