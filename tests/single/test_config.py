@@ -50,22 +50,15 @@ from scalecom_hvd import ScaleComConfig
             r"dense sends this layer uncompressed.*dense=\[\]",
         ),
         ({"bits": 9}, ValueError, "bits must be from 2 to 8, or 32"),
+        ({"warmup_step": 5}, ValueError, "no setting warmup_step; did you mean warmup_steps"),
+        ({"zzz": 5}, ValueError, "the settings are rate, beta"),
+        ({"step_ahead": 0}, ValueError, "no longer computed a step ahead.*give nu=1 where it was"),
+        ({"wire_dtype": "float16"}, ValueError, "no longer travel in float16. Give bits=8"),
     ],
 )
 def test_what_cannot_work_is_refused(fields, error, message):
     with pytest.raises(error, match=message):
-        ScaleComConfig(**fields)
-
-
-def test_misspelt_settings_are_named_with_the_nearest():
-    with pytest.raises(ValueError, match="no setting warmup_step; did you mean warmup_steps"):
-        ScaleComConfig().replace(warmup_step=5)
-    with pytest.raises(ValueError, match="the settings are rate, beta"):
-        ScaleComConfig().replace(zzz=5)
-    with pytest.raises(ValueError, match="no longer computed a step ahead.*give nu=1 where it was"):
-        ScaleComConfig().replace(step_ahead=0)
-    with pytest.raises(ValueError, match="no longer travel in float16. Give bits=8"):
-        ScaleComConfig().replace(wire_dtype="float16")
+        ScaleComConfig().replace(**fields)
 
 
 def test_environment_overrides_file_overrides_defaults(tmp_path, monkeypatch):
@@ -98,18 +91,8 @@ def test_environment_overrides_file_overrides_defaults(tmp_path, monkeypatch):
         ("SCALECOM_BETA", "[", ValueError, r"SCALECOM_BETA='\[' is not a value in YAML"),
         ("SCALECOM_RATES", "{conv: 0}", ValueError, r"rates\['conv'\] must be at least 1"),
         ("SCALECOM_DENSE", "[3]", TypeError, "dense must be a list of globs"),
-        (
-            "SCALECOM_WARMUP",
-            "3",
-            ValueError,
-            "sets SCALECOM_WARMUP; did you mean SCALECOM_WARMUP_RATE",
-        ),
-        (
-            "SCALECOM_ZZZ",
-            "3",
-            ValueError,
-            "sets SCALECOM_ZZZ; the settings are SCALECOM_RATE, SCALECOM_BETA",
-        ),
+        ("SCALECOM_WARMUP", "3", ValueError, "WARMUP; did you mean SCALECOM_WARMUP_RATE"),
+        ("SCALECOM_ZZZ", "3", ValueError, "ZZZ; the settings are SCALECOM_RATE, SCALECOM_BETA"),
     ],
 )
 def test_the_environment_is_checked_like_code(variable, text, error, message, monkeypatch):
@@ -131,22 +114,16 @@ def test_the_environment_is_checked_like_code(variable, text, error, message, mo
         ("[rate, 50]", TypeError, "'name: value' lines"),
         ("rate: 50\n beta: 0.1", ValueError, "scalecom.yaml is not YAML"),
         ("rate: !!python/object/apply:os.getcwd []", ValueError, "scalecom.yaml is not YAML"),
+        ("\x89PNG\xff\x00", ValueError, "scalecom.yaml is not YAML"),
     ],
 )
 def test_a_file_is_checked_like_code(text, error, message, tmp_path):
     path = tmp_path / "scalecom.yaml"
-    path.write_text(text)
+    with pytest.raises(FileNotFoundError, match="scalecom.yaml"):
+        ScaleComConfig.from_file(path)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(error, match=message):
         ScaleComConfig.from_file(path)
-
-
-def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(FileNotFoundError, match="missing.yaml"):
-        ScaleComConfig.from_file(tmp_path / "missing.yaml")
-    picture = tmp_path / "picture.png"
-    picture.write_bytes(b"\x89PNG\xff\x00")
-    with pytest.raises(ValueError, match="picture.png is not YAML"):
-        ScaleComConfig.from_file(picture)
 
 
 def test_equal_settings_are_equal():
@@ -241,13 +218,6 @@ def test_layers_in_the_names_of_either_framework():
     assert list(whole(repeated).values()) == [100, 100, 1]
     listed = {"layers.0.0": (99, 99), "layers.0.1": (99, 99)}  # a ParameterList
     assert list(whole(listed).values()) == [100, 1]
-
-
-def test_unknown_parameters_are_refused():
-    with pytest.raises(
-        ValueError, match="dense names 'haed.*', which matches no parameter; the model has head"
-    ):
-        ScaleComConfig(dense=["haed.*"]).rates_for(SHAPES)
 
 
 def test_importing_the_package_imports_no_framework():
