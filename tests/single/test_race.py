@@ -18,46 +18,36 @@ def run(*losses):
     return {"losses": {str(10 * i): loss for i, loss in enumerate(losses)}}
 
 
-def test_a_step_takes_what_was_measured():
-    points = race.curve(Way("quick"), [run(6.0, 5.0, 4.0)], TIMES, 100)
-    assert points == [(0.0, 6.0), (pytest.approx(0.3), 5.0), (pytest.approx(0.6), 4.0)]
-
-
-def test_microbatches_take_compute_and_no_network():
-    points = race.curve(Way("DDP dense", microbatches=4), [run(6.0, 5.0)], TIMES, 100)
-    assert points[-1] == (pytest.approx(10 * (0.2 + 3 * 0.01)), 5.0)
-
-
-def test_dense_steps_come_first():
-    points = race.curve(Way("quick", begins=0.1), [run(6.0, 5.0, 4.0)], TIMES, 100)
-    assert [seconds for seconds, _ in points] == [
-        0,
-        pytest.approx(0.8 + 0.24),
-        pytest.approx(0.8 + 0.54),
-    ]
-
-
-def test_losses_are_means_of_seeds():
-    points = race.curve(Way("quick"), [run(6.0, 5.0), run(7.0, 4.0)], TIMES, 100)
-    assert [loss for _, loss in points] == [6.5, 4.5]
+@pytest.mark.parametrize(
+    ("way", "losses", "points"),
+    [
+        (Way("quick"), [[6.0, 5.0, 4.0]], [(0, 6.0), (0.3, 5.0), (0.6, 4.0)]),
+        # Microbatches take compute and no network.
+        (Way("DDP dense", microbatches=4), [[6.0, 5.0]], [(0, 6.0), (10 * (0.2 + 0.03), 5.0)]),
+        # Dense steps come first.
+        (
+            Way("quick", begins=0.1),
+            [[6.0, 5.0, 4.0]],
+            [(0, 6.0), (0.8 + 0.24, 5.0), (0.8 + 0.54, 4.0)],
+        ),
+        # Losses are means of seeds.
+        (Way("quick"), [[6.0, 5.0], [7.0, 4.0]], [(0, 6.5), (0.3, 4.5)]),
+    ],
+)
+def test_curves(way, losses, points):
+    found = race.curve(way, [run(*own) for own in losses], TIMES, 100)
+    assert found == [pytest.approx(point) for point in points]
 
 
 def test_a_run_that_came_apart_is_no_best_one():
     assert race.final(run(6.0, float("nan"))) == float("inf")
 
 
-def test_when_a_loss_is_reached():
+def test_losses_and_times():
     points = [(0.0, 6.0), (10.0, 4.0), (20.0, 4.5), (30.0, 3.0)]
-    assert race.time_to(5.0, points) == 5.0
-    assert race.time_to(4.0, points) == 10.0
-    assert race.time_to(3.75, points) == 25.0
-    assert race.time_to(2.0, points) is None
-
-
-def test_what_a_loss_is_at_a_time():
-    points = [(0.0, 6.0), (10.0, 4.0)]
-    assert race.loss_at(5.0, points) == 5.0
-    assert race.loss_at(50.0, points) == 4.0
+    times = {5.0: 5.0, 4.0: 10.0, 3.75: 25.0, 2.0: None}
+    assert {loss: race.time_to(loss, points) for loss in times} == times
+    assert [race.loss_at(time, points) for time in (5.0, 50.0)] == [5.0, 3.0]
 
 
 def test_all_ways_are_timed_to_the_same_loss():

@@ -29,14 +29,17 @@ TRUE = Constants(
 )
 
 
+def predict(row, constants):
+    method, setting = scaling_model.method_of(row), scaling_model.setting_of(row)
+    return model.predict(method, setting, constants)
+
+
 def made_up():
     found = []
     for method in model.METHODS:
         for hosts, mbit in ((2, 100), (2, 1000), (4, 100), (4, 1000), (4, 10_000), (8, 1000)):
             result = {"method": method, "hosts": hosts, "mbit": mbit, "compute_ms": 160.0}
-            found.append(
-                result | {"step_ms": model.predict(method, scaling_model.setting_of(result), TRUE)}
-            )
+            found.append(result | {"step_ms": predict(result, TRUE)})
     return found
 
 
@@ -59,9 +62,7 @@ def test_the_fit_finds_the_constants_again():
     found = scaling_model.fit(made_up(), cores=2)
     assert found.reached == pytest.approx(TRUE.reached, rel=0.06)
     for result in made_up():
-        assert model.predict(
-            result["method"], scaling_model.setting_of(result), found
-        ) == pytest.approx(result["step_ms"], rel=0.03)
+        assert predict(result, found) == pytest.approx(result["step_ms"], rel=0.03)
 
 
 def test_orders_that_must_hold():
@@ -70,16 +71,12 @@ def test_orders_that_must_hold():
         slow, fast = Setting(n, 1, 150), Setting(n, 400, 150)
         assert model.predict("ScaleCom look-ahead", slow, c) < model.predict("dense", slow, c)
         assert model.predict("dense", fast, c) < model.predict("dense", slow, c)
-        assert (
-            model.predict("ScaleCom look-ahead", slow, c)
-            <= model.predict("ScaleCom staggered", slow, c) + 2
+        ahead, staggered = (
+            model.predict(f"ScaleCom {how}", slow, c) for how in ("look-ahead", "staggered")
         )
-    ends = [
-        model.where_the_gain_ends(
-            "ScaleCom look-ahead", Setting(8, 1, compute), model.on_devices(c)
-        )
-        for compute in (50, 500)
-    ]
+        assert ahead <= staggered + 2
+    settings, on_devices = [Setting(8, 1, compute) for compute in (50, 500)], model.on_devices(c)
+    ends = [model.where_the_gain_ends("ScaleCom look-ahead", s, on_devices) for s in settings]
     assert ends[1] < ends[0] < math.inf, "the more there is to compute, the sooner dense is hidden"
 
 
@@ -98,10 +95,10 @@ def test_the_library_has_the_constants_that_its_own_tables_give(measured):
     c = scaling_model.fit(measured, cores=2)
     assert c.step.keys() == model.FITTED.step.keys() == model.FITTED.megabyte.keys()
     for row in measured:
-        method, s = scaling_model.method_of(row), scaling_model.setting_of(row)
-        assert model.predict(method, s, model.FITTED) == pytest.approx(
-            model.predict(method, s, c), rel=0.02
-        ), "fit anew: see what stands above FITTED in scalecom_hvd/scaling.py"
+        near = pytest.approx(predict(row, c), rel=0.02)
+        assert predict(row, model.FITTED) == near, (
+            "fit anew: see what stands above FITTED in scalecom_hvd/scaling.py"
+        )
 
 
 def test_they_meet_what_was_measured(measured):
@@ -111,8 +108,7 @@ def test_they_meet_what_was_measured(measured):
     times.
     """
     for row in measured:
-        method, s = scaling_model.method_of(row), scaling_model.setting_of(row)
-        off = model.predict(method, s, model.FITTED) / row["step_ms"]
+        method, off = scaling_model.method_of(row), predict(row, model.FITTED) / row["step_ms"]
         assert off < (1.5 if method == "dense" else 1.3)
         assert off > {"dense": 0.33, "fp16": 0.65}.get(method, 0.7)
         if method.startswith("ScaleCom"):
