@@ -30,6 +30,8 @@ SENDS_WANTED = 5
 # twentieth is more than everything that few bits send.
 MODEL_WORTH_A_WARNING = 1_000_000
 WHOLE_WORTH_A_WARNING = 0.05
+# A first layer of so few columns is no embedding: they are a model's inputs.
+FEW_INPUTS = 16
 # At beta = 1 look-ahead lost 15 points with group norm, at 0.3 under 3.
 LOOK_AHEAD_BETA = 0.5
 # Residues grow if each look finds this many times what the look before found. Near the end of a
@@ -116,7 +118,7 @@ def check_output_layer(
     first, last = weights[0], weights[-1]
     rows, columns = shapes[first]
     is_hidden = rows not in shapes[last] and all(size % columns == 0 for size in shapes[last])
-    if rates[first] > rates[last] and rows > columns > 1 and is_hidden:
+    if rates[first] > rates[last] and rows > columns > FEW_INPUTS and is_hidden:
         log.warning(
             "'auto:output' stands for %s, the last layer listed, not for %s. If the output layer "
             "shares the weight of the latter, name it: '%s'. If the model has no output layer, "
@@ -185,9 +187,8 @@ class Health:
         self.norms = [[0.0] * 3, [0.0] * 3]
         self._warned = False
         self._skips = 0
-        # How many gradients were not zero up to the last look; None if there was no look.
-        self._not_zero: int | None = None
-        self._warned_of_zeros = False
+        # Whether a warning said that all gradients are zero; None before the first look.
+        self._is_idle: bool | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -215,28 +216,27 @@ class Health:
         self._skips = 0
 
     def look(
-        self, step: int, residues: float, gradients: float, limit: float, not_zero: int
+        self, step: int, residues: float, gradients: float, limit: float, is_idle: bool = False
     ) -> None:
         """Take in the norms of one step. Logs a warning, once, if residues keep growing.
 
-        It also logs one if all gradients of this rank were zero since the last look.
+        It also logs one if this rank had no gradient but zeros in two looks and between them.
 
         Args:
             step: its number.
             residues, gradients: the norms of what waits (residues / beta), and of the gradients.
             limit: as growth_limit gives it.
-            not_zero: how many gradients before this step were not zero, in this process.
+            is_idle: whether no gradient of this rank has ever been anything but zero.
         """
-        if not self._warned_of_zeros and gradients == 0 and not_zero == self._not_zero:
-            self._warned_of_zeros = True
+        if is_idle and self._is_idle is False:
+            self._is_idle = True
             log.warning(
-                "step %d: for %d steps, each gradient of a compressed tensor has been zero on "
-                "this rank. Look at its loss and its data, and whether the loss depends on the "
-                "parameters",
+                "step %d: so far, all gradients of this rank have been zero. Look at its loss and "
+                "its data, and whether the loss depends on the parameters",
                 step,
-                LOOK_EVERY,
             )
-        self._not_zero = not_zero
+        elif self._is_idle is None:
+            self._is_idle = False
         self.norms = [[*self.norms[0][1:], residues], [*self.norms[1][1:], gradients]]
         waiting, own = self.norms
         if not self._warned and keep_growing(waiting, own, limit):

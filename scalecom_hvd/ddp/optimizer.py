@@ -367,11 +367,13 @@ class _Averaging:
                 warnings.warn(
                     "optimizer.step() was called after optimizer.synchronize(), so ranks look once "
                     "more for new gradients. Call step() in `with optimizer.skip_synchronize():`",
-                    stacklevel=2,
+                    stacklevel=3,  # not_compiled's is between
                 )
             self.synchronize()
         self._synchronized = False
-        return super().step(*args, **kwargs)  # type: ignore[misc]
+        result = super().step(*args, **kwargs)  # type: ignore[misc]
+        self._synchronized = False  # a closure may have synchronized
+        return result
 
     # The next base's step() calls the hooks of a step.
     step.hooked = True  # type: ignore[attr-defined]

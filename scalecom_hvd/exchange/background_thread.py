@@ -11,6 +11,7 @@ keeps such an owner alive until this is done. Imports nothing of this package.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -26,6 +27,27 @@ Jobs = queue.SimpleQueue  # of (job, function, arguments); None: the owner is go
 # {jobs of a thread: its owner}, for owners that are kept alive until they have nothing left to do.
 _kept: dict[Jobs, object] = {}
 _kept_lock = threading.Lock()
+
+
+# All threads that were started, and their jobs.
+_started: weakref.WeakKeyDictionary[threading.Thread, Jobs] = weakref.WeakKeyDictionary()
+SECONDS_TO_END = 2
+
+
+@atexit.register
+def _end_threads() -> None:
+    """When the process ends, let threads finish, but wait for no other rank.
+
+    A thread may be the last that has an owner, and then destroys the owner's process groups. Python
+    ends a daemon at once, and C++ calls abort() if this happens in a destructor.
+    """
+    given_up = time.monotonic() + SECONDS_TO_END
+    while _kept and time.monotonic() < given_up:
+        time.sleep(POLL_SECONDS)
+    for jobs in list(_started.values()):
+        jobs.put(None)
+    for thread in list(_started):
+        thread.join(max(given_up - time.monotonic(), 0))
 
 
 def wait_for_kept() -> None:
@@ -69,6 +91,7 @@ class BackgroundThread:
                 target=_serve, args=(self._jobs, self._go_on), name="scalecom", daemon=True
             )
             self._thread.start()
+            _started[self._thread] = self._jobs
         future = Job()
         self._jobs.put((future, function, arguments))
         return future

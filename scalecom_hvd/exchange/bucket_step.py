@@ -377,6 +377,11 @@ class BucketStep:
         """The norm of this step's gradients in residues' units, before the step is committed."""
         return math.hypot(*self.gradient_norms().values())
 
+    def has_whole_gradients(self) -> bool:
+        """Whether a gradient that is sent whole is not zero. Reads them all."""
+        others = [grad for name, grad in self.grads.items() if name not in self.compressed]
+        return any(bool(grad.any()) for grad in others)
+
     # How it ends.
 
     def commit(self, unused: Collection[str] = ()) -> None:

@@ -388,7 +388,7 @@ class Exchange(Averager):
             yield from progress.state_arrives
             progress.state_arrives = None
         if self._options.unused is not None:
-            thrown_away = self._options.unused.thrown_away(bucket.names)
+            thrown_away = self._options.unused.thrown_away(bucket.compressed)
             self._copies.begin_bucket(bucket.compressed, thrown_away)
         flats = self._arrived.flats(bucket.names)
         scale = 1.0 if self._unscaling is None else (yield from self._unscaling)
@@ -484,6 +484,8 @@ class Exchange(Averager):
         steps, due = [progress.step for progress in part], self.residues.norms_due()
         for step in steps:
             norms = {} if self._whole else step.gradient_norms()
+            if due and step.has_whole_gradients():
+                self.residues.is_idle = False
             step.commit(unused.intersection(step.names))
             if due and norms:
                 self._norms[step.number] = step.residue_norm(), math.hypot(*norms.values())

@@ -144,7 +144,8 @@ class QuasiHyperbolic:
             if (name := self._names.get(parameter)) is not None
         ]
         if not residues.step:
-            self._unused += bool(own) and self._by_hook and not residues.skipped_steps
+            has_gradients = any(parameter.grad is not None for _, parameter, _ in own)
+            self._unused += has_gradients and self._by_hook and not residues.skipped_steps
             if self._by_hook and self._unused == UNUSED:
                 self._by_hook = False  # said once
                 log.warning(NOTHING_EXCHANGED, UNUSED)

@@ -106,6 +106,8 @@ class Residues:
         self.rank: int | None = None
         self.rates: dict[str, float] = {}
         self.given_back: set[str] = set()
+        # Whether all gradients that this rank was seen to have were zero.
+        self.is_idle = True
         self.health = Health()
         # How many synchronisations there are in a number of steps: fewer with local steps.
         self.synchronisations_in: Callable[[int], int] = every_step
@@ -190,8 +192,9 @@ class Residues:
         """See whether residues grow, given each bucket's norms of residues and gradients."""
         residues, grads = (math.hypot(*(pair[which] for pair in norms)) for which in (0, 1))
         waits, limit = residues / self.config.beta, growth_limit(self.rates.values(), self.config)
-        not_zero = sum(tensor.norms.count for tensor in self.tensors.values())
-        self.health.look(self.step, waits, grads, limit, not_zero)
+        if grads or any(tensor.norms.count for tensor in self.tensors.values()):
+            self.is_idle = False
+        self.health.look(self.step, waits, grads, limit, self.is_idle)
 
     def scale_after_outliers(self, norms: Mapping[str, float]) -> None:
         """Scale residues down whose tensors had an outlier in this step. See config.outliers.

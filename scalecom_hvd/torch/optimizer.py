@@ -294,7 +294,9 @@ def _synchronize(self: Any) -> None:
 @not_compiled
 def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     """Do what Horovod's method does: average gradients, and call the next base's step()."""
-    return horovod_optimizer._DistributedOptimizer.__dict__["step"](self, closure)
+    result = horovod_optimizer._DistributedOptimizer.__dict__["step"](self, closure)
+    self._synchronized = False  # a closure may have synchronized
+    return result
 
 
 # The next base's step() calls the hooks of a step, when gradients are averaged.

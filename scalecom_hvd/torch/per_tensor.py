@@ -392,6 +392,7 @@ class PerTensor(Averager):
 
     def _count_step(self, seen: Mapping[str, BucketStep]) -> None:
         residues = self._residues
+        residues.is_idle = False  # Horovod averages other gradients unseen
         if residues.norms_due() and not self._whole:
             residues.look([(step.residue_norm(), step.gradient_norm()) for step in seen.values()])
         for step in () if self._whole else seen.values():

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import launch
 import psutil
@@ -270,3 +271,9 @@ def test_wrong_input(launched):
         )
         assert message in output
         assert "Traceback" not in output
+
+
+def test_a_script_may_end_right_after_a_step(launched):
+    """The hook's thread may be the last that holds process groups, while Python ends."""
+    for _ in range(3):
+        launched("torchrun", 2, [Path(__file__).with_name("worker_exit.py")])
