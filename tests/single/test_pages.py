@@ -15,8 +15,7 @@ from collections import defaultdict
 import pages
 import pytest
 import torch
-
-from scalecom_hvd.exchange.simulator import Simulation
+from simulated import as_tensors, made_up, residues_of, simulate
 
 EVERY_PAGE = [*pages.PAGES, *sorted(pages.ROOT.glob("C*.md"))]
 
@@ -165,40 +164,18 @@ def test_methods_of_ones_own():
     scope = {}
     (example,) = pages.examples("methods")
     example.run(scope)
-    counting = Simulation(
-        2,
-        lambda rank: {"w": torch.nn.Parameter(torch.zeros(60, 50))},
-        compression=scope["Counting"],
-        dense=[],
-        warmup_steps=0,
-    )
-    counting.step([{"w": torch.ones(60, 50)}] * 2)
+    shapes, settings = {"w": (60, 50)}, {"dense": [], "warmup_steps": 0}
+    counting = simulate(2, shapes, compression=scope["Counting"], **settings)
+    counting.step(as_tensors(made_up(2, 0, shapes)))
     assert counting.compressors[0].run.tensor_states["w"]["steps"] == 1
-    ranks = 3
     # Two widths of offsets in one bucket, the wider of an odd number of bytes in all.
-    simulation = Simulation(
-        ranks,
-        lambda rank: {name: torch.nn.Parameter(torch.zeros(60, 50)) for name in ("w", "other")},
-        compression=scope["SignTopK"],
-        rates={"w": 20, "other": 999},
-        min_numel=0,
-    )
+    shapes, settings = {"w": (60, 50), "other": (60, 50)}, {"rates": {"w": 20, "other": 999}}
+    simulation = simulate(3, shapes, compression=scope["SignTopK"], min_numel=0, **settings)
     came, went = torch.zeros(60, 50), torch.zeros(60, 50)
-    random = torch.Generator().manual_seed(0)
-    for _ in range(5):
-        grads = [torch.randn(60, 50, generator=random) for _ in range(ranks)]
-        came += sum(grads) / ranks
-        averages = simulation.step(
-            [{"w": grad, "other": torch.randn(60, 50, generator=random)} for grad in grads]
-        )
-        went += averages[0]["w"]
-    kept = (
-        sum(
-            compressor.residues.tensors["w"].residue.view(60, 50)
-            for compressor in simulation.compressors
-        )
-        / ranks
-    )
+    for step in range(5):
+        grads = as_tensors(made_up(3, step, shapes))
+        came += sum(own["w"] for own in grads) / 3
+        went += simulation.step(grads)[0]["w"]
+    kept = sum(own["w"].view(60, 50) for own in residues_of(simulation)) / 3
     assert 0 < went.count_nonzero() < came.numel()
-    waits = kept / simulation.compressors[0].config.beta
-    torch.testing.assert_close(went + waits, came)
+    torch.testing.assert_close(went + kept / simulation.compressors[0].config.beta, came)
