@@ -71,13 +71,13 @@ IN_SEQUENCES = {
     "down": RowwiseParallel(output_layouts=Shard(1)),
     "last": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }
-FORMS = [
-    (("tp",), IN_TENSORS),
-    (("tp",), IN_SEQUENCES),
-    (("shard", "tp"), IN_TENSORS),
-    (("shard", "tp"), IN_SEQUENCES),
-]
-NAMES = ["tensors", "sequences", "tensors and FSDP2", "sequences and FSDP2"]
+FORMS = {
+    "tensors": (("tp",), IN_TENSORS),
+    "sequences": (("tp",), IN_SEQUENCES),
+    "tensors and FSDP2": (("shard", "tp"), IN_TENSORS),
+    "sequences and FSDP2": (("shard", "tp"), IN_SEQUENCES),
+}
+all_forms = pytest.mark.parametrize(("names", "plan"), FORMS.values(), ids=FORMS)
 
 
 def adamw(model):
@@ -90,13 +90,13 @@ def make(names, plan, **settings):
     parallelize_module(model, mesh["tp"], plan)
     if "shard" in names:
         fully_shard(model, mesh=mesh["shard"])
-    wrapped = DistributedOptimizer(
-        adamw(model),
-        model.named_parameters(),
-        compression=ScaleCom(**{**SETTINGS, **settings}),
-        mesh=mesh,
-    )
-    return model, wrapped
+    method = ScaleCom(**{**SETTINGS, **settings})
+    return model, DistributedOptimizer(adamw(model), model.named_parameters(), method, mesh=mesh)
+
+
+def stages(model):
+    first = nn.Sequential(model.first, model.norm, model.up)
+    return first, nn.Sequential(model.down, model.last)
 
 
 def batch(node, step):
@@ -141,7 +141,7 @@ def assert_close(model, other, rtol=1e-9):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("names", "plan"), FORMS, ids=NAMES)
+@all_forms
 def test_with_everything_chosen_it_is_the_model_without_parallelism(names, plan):
     model, wrapped = make(names, plan, rate=1)
     for step in range(6):
@@ -149,7 +149,7 @@ def test_with_everything_chosen_it_is_the_model_without_parallelism(names, plan)
     assert_close(model, train_alone(6))
 
 
-@pytest.mark.parametrize(("names", "plan"), FORMS, ids=NAMES)
+@all_forms
 def test_all_ranks_have_the_same_tensors(names, plan):
     """A tensor that all ranks of a node have whole is exchanged by each of them."""
     model, wrapped = make(names, plan, bits=3, nu=None)
@@ -218,10 +218,7 @@ def test_pipelines(settings):
     """The ranks that have the same stage average its gradients."""
     mesh, model = make_mesh("pp"), Net().double()
     place, passes = mesh.get_local_rank("pp"), 4
-    layers = [
-        nn.Sequential(model.first, model.norm, model.up),
-        nn.Sequential(model.down, model.last),
-    ]
+    layers = stages(model)
     stage = PipelineStage(layers[place], place, 2, torch.device(DEVICE), group=mesh.get_group("pp"))
     schedule = Schedule1F1B(
         stage, passes, loss_fn=lambda *pair: mean_square(*pair) / passes, scale_grads=False
@@ -248,9 +245,5 @@ def test_pipelines(settings):
         assert torch.equal(p, q)
     if settings == {"rate": 1}:
         alone = Net().double()
-        train_alone(8, nn.Sequential(alone.first, alone.norm, alone.up, alone.down, alone.last))
-        same = (
-            nn.Sequential(alone.first, alone.norm, alone.up),
-            nn.Sequential(alone.down, alone.last),
-        )
-        assert_close(layers[place], same[place])
+        train_alone(8, nn.Sequential(*stages(alone)))
+        assert_close(layers[place], stages(alone)[place])
