@@ -56,6 +56,11 @@ def test_no_move_waits_for_the_device():
     check(Impatient, Case([Lanes(6401, 7), Lanes(333, 300)], ["float32", "bfloat16"]))
 
 
+def kernel(dtype=torch.float32, device=DEVICE, selection="lanes"):
+    lanes = geometry(900, 7, selection)
+    return kernel_for(torch.device(device), dtype, torch.float32, lanes)
+
+
 @pytest.fixture
 def asks(monkeypatch):
     """Return a function that sets SCALECOM_KERNEL; clear the caches of earlier answers."""
@@ -67,31 +72,28 @@ def asks(monkeypatch):
 
 def test_which_tensors_it_serves(asks):
     asks("triton")
-    device, lanes = torch.device(DEVICE), geometry(900, 7, "lanes")
-    assert kernel_for(device, torch.bfloat16, torch.float32, lanes) is TritonKernel
-    assert kernel_for(device, torch.float64, torch.float32, lanes) is TorchKernel
-    exact = geometry(900, 7, "exact")
-    assert kernel_for(device, torch.bfloat16, torch.float32, exact) is TorchKernel
+    assert kernel(torch.bfloat16) is TritonKernel
+    assert kernel(torch.float64) is TorchKernel
+    assert kernel(torch.bfloat16, selection="exact") is TorchKernel
     with pytest.raises(
         RuntimeError, match="SCALECOM_KERNEL=triton, but .*: it is for CUDA devices, not for 'meta'"
     ):
-        kernel_for(torch.device("meta"), torch.float32, torch.float32, lanes)
+        kernel(device="meta")
 
 
 def test_the_cpus_tensors_need_the_interpreter(asks, monkeypatch):
     monkeypatch.setattr(tiles, "INTERPRETED", False)
     asks("triton")
     with pytest.raises(RuntimeError, match="SCALECOM_KERNEL=triton, but .* set TRITON_INTERPRET=1"):
-        kernel_for(torch.device("cpu"), torch.float32, torch.float32, geometry(900, 7, "lanes"))
+        kernel(device="cpu")
 
 
 def test_without_triton_plain_torch_serves_cuda_and_says_so(asks, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "scalecom_hvd.exchange.kernels.triton_kernel", None)
     monkeypatch.delattr("scalecom_hvd.exchange.kernels.triton_kernel")
     asks("")
-    what = torch.device("cuda"), torch.float32, torch.float32, geometry(900, 7, "lanes")
-    assert {kernel_for(*what) for _ in range(3)} == {TorchKernel}
+    assert {kernel(device="cuda") for _ in range(3)} == {TorchKernel}
     assert caplog.text.count("the Triton kernel is not used: triton cannot be imported") == 1
     asks("triton")
     with pytest.raises(RuntimeError, match="SCALECOM_KERNEL=triton, but .*: triton cannot"):
-        kernel_for(*what)
+        kernel(device="cuda")
