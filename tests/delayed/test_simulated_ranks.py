@@ -79,6 +79,7 @@ def test_the_same_numbers_as_on_the_cpu(settings, order):
     delayed.set_delay(0.002, order)
     ours, expected = run("delayed", **settings), run("cpu", **settings)
     torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
+    assert not delayed.synchronous_operations()  # those would show no missing wait
 
 
 def test_a_step_waits_for_its_device_a_few_times_only():
