@@ -53,13 +53,6 @@ def test_the_smallest_benchmark(run, tmp_path):
 
 
 def test_without_results_the_model_says_what_to_do(run, tmp_path):
-    output = run(
-        [
-            sys.executable,
-            ROOT / "scripts" / "bench" / "scaling_model.py",
-            "--results",
-            tmp_path / "none.json",
-        ],
-        fails=True,
-    )
+    scaling = [sys.executable, ROOT / "scripts" / "bench" / "scaling_model.py", "--results"]
+    output = run([*scaling, tmp_path / "none.json"], fails=True)
     assert "run make bench first" in output

@@ -10,6 +10,7 @@ import pytest
 WORKER = Path(__file__).with_name("worker_bytes.py")
 SIZES = {"uint8": 1, "int16": 2, "float16": 2, "int32": 4, "float32": 4, "float64": 8}
 STEPS = 6
+MANY_BUCKETS = {"rate": 300, "lookahead": True, "leader": "staggered", "bucket_bytes": 1_000_000}
 
 
 def bytes_in_timeline(path) -> dict[str, list[int]]:
@@ -35,22 +36,12 @@ def bytes_in_timeline(path) -> dict[str, list[int]]:
     ("framework", "launcher", "settings"),
     [
         pytest.param("torch", "horovodrun --gloo", {"rate": 100}, marks=pytest.mark.long),
-        pytest.param(
-            "torch",
-            "horovodrun",
-            {"rate": 300, "lookahead": True, "leader": "staggered", "bucket_bytes": 1_000_000},
-            marks=pytest.mark.long,
-        ),
+        pytest.param("torch", "horovodrun", MANY_BUCKETS, marks=pytest.mark.long),
         pytest.param(
             "torch", "mpirun", {"rate": 100, "warmup_steps": STEPS}, marks=pytest.mark.long
         ),
         ("torch", "horovodrun --gloo", {"rate": 16, "bits": 3}),
-        pytest.param(
-            "tensorflow",
-            "mpirun",
-            {"rate": 300, "lookahead": True, "leader": "staggered", "bucket_bytes": 1_000_000},
-            marks=pytest.mark.long,
-        ),
+        pytest.param("tensorflow", "mpirun", MANY_BUCKETS, marks=pytest.mark.long),
         ("tensorflow", "horovodrun --gloo", {"rate": 50, "dense": ["auto:output"]}),
     ],
     ids=str,

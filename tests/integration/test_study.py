@@ -85,19 +85,17 @@ def test_the_short_study_knows_every_number(run, tmp_path):
 def test_a_model_of_ones_own(run, tmp_path):
     task = tmp_path / "lines.py"
     task.write_text(OWN)
-    tables = run(
-        [sys.executable, STUDY, "--task", task, "--quick", "--output", tmp_path / "study"],
-        limit=900,
-    )
+    command = [sys.executable, STUDY, "--task", task, "--quick", "--output", tmp_path / "study"]
+    tables = run(command, limit=900)
     assert "lines" in tables
     assert "with look-ahead" in tables
 
 
 def test_wrong_input_is_refused(run, tmp_path):
-    assert "neither one of resnet" in run(
-        [sys.executable, STUDY, "--task", "nonsense", "--output", tmp_path], fails=True
-    )
     (tmp_path / "empty.py").write_text("")
-    assert "must define TASK" in run(
-        [sys.executable, STUDY, "--task", tmp_path / "empty.py", "--output", tmp_path], fails=True
-    )
+    for task, message in (
+        ("nonsense", "neither one of resnet"),
+        (tmp_path / "empty.py", "must define TASK"),
+    ):
+        command = [sys.executable, STUDY, "--task", task, "--output", tmp_path]
+        assert message in run(command, fails=True)
