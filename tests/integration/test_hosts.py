@@ -20,6 +20,7 @@ from hosts import Hosts
 
 SCRIPT = hosts.__file__
 WORKER = str(Path(__file__).with_name("worker_hosts.py"))
+PLACES = ("/run/netns", "/run/sshd", "/root/.ssh", "/root/.horovod")
 
 # These tests look at what else is on the machine, so they run one after the other.
 pytestmark = [
@@ -35,11 +36,7 @@ def outside() -> dict[str, object]:
         "namespaces": subprocess.check_output(["ip", "netns", "list"], text=True),
         "interfaces": sorted(os.listdir("/sys/class/net")),
         "mounts": Path("/proc/self/mounts").read_text(),
-        "places": [
-            name
-            for name in ("/run/netns", "/run/sshd", "/root/.ssh", "/root/.horovod")
-            if os.path.exists(name)
-        ],
+        "places": [*filter(os.path.exists, PLACES)],
     }
 
 
@@ -86,20 +83,13 @@ def test_all_reduce_across_hosts(tidy, tmp_path, monkeypatch, launcher, n):
         tidy(space_of(cluster))
         before = cluster.bytes_sent()
         program = [WORKER, "all-reduce", str(numel), str(times)]
-        job = cluster.run(
-            launcher,
-            program,
-            timeout=50,
-            environment={"SCALECOM_TEST": odd},
-            stdout=subprocess.PIPE,
-        )
+        more = {"environment": {"SCALECOM_TEST": odd}, "stdout": subprocess.PIPE}
+        job = cluster.run(launcher, program, timeout=50, **more)
         assert job.returncode == 0, job.stdout
         grown = {name: sent - before[name] for name, sent in cluster.bytes_sent().items()}
     ranks = sorted(results(job.stdout, "RESULT"), key=lambda rank: rank["rank"])
     assert [rank["rank"] for rank in ranks] == list(range(n)), job.stdout
-    assert (
-        sorted(rank["host"] for rank in ranks) == [f"h{i + 1}" for i in range(n)] == cluster.names
-    )
+    assert sorted(r["host"] for r in ranks) == [f"h{i + 1}" for i in range(n)] == cluster.names
     share = 2 * (n - 1) / n * 4 * numel
     for rank in ranks:
         assert rank["size"] == n
@@ -120,12 +110,8 @@ def test_the_rate_can_be_changed(tidy):
             """Return how long 1 MB takes from h1 to h2 over ssh."""
             cluster.shape(mbit)
             begun = time.perf_counter()
-            subprocess.run(
-                cluster.enter(
-                    "h1", ["sh", "-c", "head -c 1000000 /dev/zero | ssh h2 cat '>' /dev/null"]
-                ),
-                check=True,
-            )
+            sends = "head -c 1000000 /dev/zero | ssh h2 cat '>' /dev/null"
+            subprocess.run(cluster.enter("h1", ["sh", "-c", sends]), check=True)
             return time.perf_counter() - begun
 
         slow = seconds(2)
@@ -152,10 +138,8 @@ def test_a_job_that_fails_or_hangs_is_ended_on_all_hosts(tidy, tmp_path, launche
 
 def test_the_command_line_gives_the_exit_code(tidy, run):
     command = [sys.executable, SCRIPT, "--hosts", 2, "--launcher", "mpirun", "--", WORKER]
-    assert {rank["host"] for rank in results(run([*command, "succeed"], limit=50), "RESULT")} == {
-        "h1",
-        "h2",
-    }
+    succeeded = results(run([*command, "succeed"], limit=50), "RESULT")
+    assert {rank["host"] for rank in succeeded} == {"h1", "h2"}
     (waited,) = results(run([*command, "fail"], limit=50, fails=True), "WAITING")
     tidy(waited["space"])
 
@@ -170,20 +154,9 @@ def test_the_command_line_gives_the_exit_code(tidy, run):
     ],
 )
 def test_nothing_is_left_when_the_script_is_ended(tidy, number, launcher):
+    options = ["--hosts", "3", "--mbit", "1000", "--launcher", launcher]
     process = subprocess.Popen(
-        [
-            sys.executable,
-            SCRIPT,
-            "--hosts",
-            "3",
-            "--mbit",
-            "1000",
-            "--launcher",
-            launcher,
-            "--",
-            WORKER,
-            "hang",
-        ],
+        [sys.executable, SCRIPT, *options, "--", WORKER, "hang"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -224,13 +197,10 @@ def test_clusters_stand_side_by_side(tidy):
         assert answers(one) == "h2\n"
 
 
-@pytest.mark.parametrize("n", [0, 1, 9])
-def test_too_few_or_too_many_hosts_are_refused(n):
-    with pytest.raises(ValueError, match=f"2 to 8 hosts, not {n}"):
-        Hosts(n)
-
-
-def test_other_wrong_arguments_are_refused(tidy, run):
+def test_wrong_arguments_are_refused(tidy, run):
+    for n in (0, 1, 9):
+        with pytest.raises(ValueError, match=f"2 to 8 hosts, not {n}"):
+            Hosts(n)
     with Hosts(2) as cluster:
         tidy(space_of(cluster))
         with pytest.raises(ValueError, match="unknown launcher 'ssh'"):
@@ -238,14 +208,16 @@ def test_other_wrong_arguments_are_refused(tidy, run):
         for mbit in (0, -1):
             with pytest.raises(ValueError, match=f"positive number of Mbit/s.*not {mbit}"):
                 cluster.shape(mbit)
-    assert "2 to 8 hosts" in run(
-        [sys.executable, SCRIPT, "--hosts", 9, "--", WORKER], limit=50, fails=True
-    )
-    assert "either --shell or a program" in run([sys.executable, SCRIPT], limit=50, fails=True)
+    command = [sys.executable, SCRIPT]
+    assert "2 to 8 hosts" in run([*command, "--hosts", 9, "--", WORKER], limit=50, fails=True)
+    assert "either --shell or a program" in run(command, limit=50, fails=True)
 
 
-def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
+def test_hosts_that_cannot_come_up_say_why(tidy, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(hosts, "CLUSTER", "echo the bridge is out; exit 1")
+        with pytest.raises(RuntimeError, match="the hosts did not come up:\nthe bridge is out"):
+            Hosts(2)
     monkeypatch.setattr(hosts, "PROGRAMS", {"no-such-program": "no-such-package"})
     with pytest.raises(
         FileNotFoundError, match="no-such-program: apt-get install no-such-package, or .*--install"
@@ -253,10 +225,4 @@ def test_what_is_missing_is_named(monkeypatch):
         Hosts(2)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(PermissionError, match="root"):
-        Hosts(2)
-
-
-def test_hosts_that_do_not_come_up_say_why(tidy, monkeypatch):
-    monkeypatch.setattr(hosts, "CLUSTER", "echo the bridge is out; exit 1")
-    with pytest.raises(RuntimeError, match="the hosts did not come up:\nthe bridge is out"):
         Hosts(2)

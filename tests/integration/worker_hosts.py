@@ -35,21 +35,16 @@ def all_reduce(numel: int, times: int) -> None:
         result = hvd.allreduce(tensor, name="tensor")
     seconds = (time.perf_counter() - begun) / times
     hvd.barrier()
-    bytes_sent = (sent() - before) / times
-    exact = bool((result == (hvd.size() - 1) / 2).all())
-    of = {
-        "rank": hvd.rank(),
-        "size": hvd.size(),
-        "exact": exact,
-        "seconds": seconds,
-        "sent": bytes_sent,
-    }
     say(
         "RESULT",
         host=socket.gethostname(),
         variable=os.environ.get("SCALECOM_TEST"),
         directory=os.getcwd(),
-        **of,
+        rank=hvd.rank(),
+        size=hvd.size(),
+        exact=bool((result == (hvd.size() - 1) / 2).all()),
+        seconds=seconds,
+        sent=(sent() - before) / times,
     )
 
 
