@@ -151,40 +151,49 @@ SHAPES = {
 }
 
 
-def test_which_tensors_are_compressed():
-    biases = ("conv.bias", "head.bias")
-    assert ScaleComConfig(rate=30).rates_for(SHAPES) == {
-        name: 1 if name in biases else 30 for name in SHAPES
-    }
-    assert ScaleComConfig().rates_for(SHAPES)["head.weight"] == 8
-    assert ScaleComConfig(bits=32).rates_for(SHAPES)["head.weight"] == 100
-    one_layer = {"weight": (100, 100), "bias": (100,)}
-    output = ScaleComConfig(dense=["auto:output"])
-    assert output.rates_for(one_layer) == {"weight": 8, "bias": 1}
-    chosen = ScaleComConfig(
-        rates={"conv.*": 25, "*.weight": 400}, dense=["embed.*", "auto:output", "norm.*"]
-    ).rates_for(SHAPES)
-    assert chosen == {
-        "embed.weight": 1,
-        "conv.weight": 25,
-        "conv.bias": 1,
-        "norm.weight": 1,
-        "head.weight": 1,
-        "head.bias": 1,
-        "final_norm.weight": 400,
-    }
-    ends = ScaleComConfig(rates={"auto:output": 8, "embed.*": 20, "*.weight": 50}, dense=[])
-    assert ends.rates_for(SHAPES) == {
-        name: {"embed.weight": 20, "head.weight": 8, "conv.bias": 1, "head.bias": 1}.get(name, 50)
-        for name in SHAPES
-    }
-    tiny = {"empty": (0,), "one": (1,)}
-    assert ScaleComConfig(min_numel=0).rates_for(tiny) == {"empty": 1, "one": 8}
-    nameless = {f"allreduce.noname.0.{i}": (100, 100) for i in range(3)}
-    assert list(ScaleComConfig(dense=["auto:output"]).rates_for(nameless).values()) == [8, 8, 1]
-    one = {"weight": (10, 500)}
-    assert ScaleComConfig(dense=["auto:output"]).rates_for(one) == {"weight": 8}
-    assert ScaleComConfig(rates={"auto:output": 9}, dense=[]).rates_for(one) == {"weight": 9}
+OUTPUT = {"dense": ["auto:output"]}
+LARGE = (99, 99)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shapes", "rates"),
+    [
+        ({}, SHAPES, [8, 8, 1, 8, 8, 1, 8]),
+        ({"rate": 30}, SHAPES, [30, 30, 1, 30, 30, 1, 30]),
+        ({"bits": 32}, SHAPES, [100, 100, 1, 100, 100, 1, 100]),
+        (
+            {
+                "rates": {"conv.*": 25, "*.weight": 400},
+                "dense": ["embed.*", "auto:output", "norm.*"],
+            },
+            SHAPES,
+            [1, 25, 1, 1, 1, 1, 400],
+        ),
+        (
+            {"rates": {"auto:output": 8, "embed.*": 20, "*.weight": 50}, "dense": []},
+            SHAPES,
+            [20, 50, 1, 50, 8, 1, 50],
+        ),
+        ({"min_numel": 0}, {"empty": (0,), "one": (1,)}, [1, 8]),
+        # The only layer of a model is not sent whole.
+        (OUTPUT, {"weight": (100, 100), "bias": (100,)}, [8, 1]),
+        (OUTPUT, {"weight": (10, 500)}, [8]),
+        ({"rates": {"auto:output": 9}, "dense": []}, {"weight": (10, 500)}, [9]),
+        # Layers in the names of either framework.
+        (OUTPUT, {"body.0.weight": LARGE, "head.weight": LARGE, "head.bias": (3000,)}, [8, 1, 1]),
+        (
+            OUTPUT,
+            {"dense/kernel": LARGE, "dense_1/kernel": LARGE, "dense_1/bias": (3000,)},
+            [8, 1, 1],
+        ),
+        (OUTPUT, {"w": LARGE, "w.1": LARGE, "w.2": LARGE}, [8, 8, 1]),  # TensorFlow's of one name
+        (OUTPUT, {"layers.0.0": LARGE, "layers.0.1": LARGE}, [8, 1]),  # a ParameterList
+        (OUTPUT, {f"allreduce.noname.0.{i}": LARGE for i in range(3)}, [8, 8, 1]),
+    ],
+)
+def test_which_tensors_are_compressed(settings, shapes, rates):
+    found = ScaleComConfig(**settings).rates_for(shapes)
+    assert list(found.items()) == list(zip(shapes, rates, strict=True))
 
 
 def test_the_defaults_are_those_the_study_supports():
@@ -205,19 +214,6 @@ def test_the_defaults_are_those_the_study_supports():
     ):
         assert (whole.bits, whole.rate) == (32, 100)
     assert ScaleComConfig(rate=50).resolved().bits == 4
-
-
-def test_layers_in_the_names_of_either_framework():
-    whole = ScaleComConfig(dense=["auto:output"], rate=100).rates_for
-    torch = {"body.0.weight": (99, 99), "head.weight": (99, 99), "head.bias": (3000,)}
-    assert list(whole(torch).values()) == [100, 1, 1]
-    keras = {"dense/kernel": (99, 99), "dense_1/kernel": (99, 99), "dense_1/bias": (3000,)}
-    assert list(whole(keras).values()) == [100, 1, 1]
-    # TensorFlow's variables that share a name.
-    repeated = {"w": (99, 99), "w.1": (99, 99), "w.2": (99, 99)}
-    assert list(whole(repeated).values()) == [100, 100, 1]
-    listed = {"layers.0.0": (99, 99), "layers.0.1": (99, 99)}  # a ParameterList
-    assert list(whole(listed).values()) == [100, 1]
 
 
 def test_importing_the_package_imports_no_framework():
