@@ -17,43 +17,33 @@ import training_torch
 from conftest import ROOT
 
 SCRIPTS = ROOT / "scripts" / "examples"
-SHORT = ["--batch-size", "8", "--no-progress", "--evaluate-every", "20"]
+SHORT = "--batch-size 8 --no-progress --evaluate-every 20"
+
+
+def program(script, options, *more):
+    """The words of a short training."""
+    return [SCRIPTS / script, *f"{SHORT} {options}".split(), *more]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "script", "options"),
     [
-        ("mpirun", "train_image.py", ["--lookahead", "--leader", "staggered"]),
-        ("horovodrun --gloo", "train_char_lm.py", ["--beta", "0.3", "--optimizer", "adamw"]),
-        ("torchrun", "train_image.py", ["--clip-norm", "1", "--lookahead"]),
+        ("mpirun", "train_image.py", "--lookahead --leader staggered"),
+        ("horovodrun --gloo", "train_char_lm.py", "--beta 0.3 --optimizer adamw"),
+        ("torchrun", "train_image.py", "--clip-norm 1 --lookahead"),
     ],
 )
 def test_stopped_and_resumed_is_as_never_stopped(launched, tmp_path, launcher, script, options):
-    options = [
-        SCRIPTS / script,
-        *SHORT,
-        "--rate",
-        "20",
-        *options,
-        "--steps",
-        "20",
-        "--checkpoint-every",
-        "8",
-    ]
-    launched(launcher, 2, [*options, "--checkpoint-dir", tmp_path / "straight"], limit=200)
-    launched(
-        launcher,
-        2,
-        [*options, "--checkpoint-dir", tmp_path / "stopped", "--stop-at", "9"],
-        limit=200,
-    )
-    launched(
-        launcher, 2, [*options, "--checkpoint-dir", tmp_path / "stopped", "--resume"], limit=200
-    )
-    files = sorted(
-        path.relative_to(tmp_path / "straight") for path in (tmp_path / "straight").rglob("*.pt")
-    )
+    for folder, more in (
+        ("straight", ()),
+        ("stopped", ("--stop-at", "9")),
+        ("stopped", ("--resume",)),
+    ):
+        words = program(script, f"--rate 20 {options} --steps 20 --checkpoint-every 8")
+        launched(launcher, 2, [*words, "--checkpoint-dir", tmp_path / folder, *more], limit=200)
+    straight = tmp_path / "straight"
+    files = sorted(path.relative_to(straight) for path in straight.rglob("*.pt"))
     assert len(files) >= 3  # the model's, and each rank's residues
     compared = 0
     for name in files:
@@ -72,32 +62,20 @@ def test_stopped_and_resumed_is_as_never_stopped(launched, tmp_path, launcher, s
 def test_killed_at_any_moment_it_goes_on_from_a_whole_checkpoint(launched, tmp_path):
     """There is a checkpoint after every step, so some kills hit while one is being written."""
     folder, ranks, steps = tmp_path / "killed", 2, 60
-    program = [
-        SCRIPTS / "train_image.py",
-        *SHORT,
-        "--rate",
-        "20",
-        "--lookahead",
-        "--steps",
-        str(steps),
-    ]
-    program += ["--checkpoint-dir", folder, "--checkpoint-every", "1", "--resume"]
+    options = f"--rate 20 --lookahead --steps {steps} --checkpoint-every 1 --resume"
+    words = program("train_image.py", options, "--checkpoint-dir", folder)
+    command = launch.command("mpirun", ranks, [str(part) for part in words])
     moments = random.Random(time.time_ns())
     reached = 0
     for _ in range(3):
         killed_after = moments.uniform(0, 0.1)
-        kill_after_step(
-            reached + 4,
-            killed_after,
-            folder,
-            launch.command("mpirun", ranks, [str(part) for part in program]),
-        )
+        kill_after_step(reached + 4, killed_after, folder, command)
         reached, whole = newest(folder)
         assert whole.keys() == {"", *(f".residues-{rank}" for rank in range(ranks))}, (
             f"killed {killed_after} s after a step"
         )
         assert [whole[f".residues-{rank}"]["step"] for rank in range(ranks)] == [reached] * ranks
-    assert f'"step": {steps},' in launched("mpirun", ranks, program)
+    assert f'"step": {steps},' in launched("mpirun", ranks, words)
     reached, whole = newest(folder)
     assert reached == steps
     assert len(list(folder.iterdir())) == len(whole) + 1, (
@@ -108,12 +86,12 @@ def test_killed_at_any_moment_it_goes_on_from_a_whole_checkpoint(launched, tmp_p
 @pytest.mark.long
 def test_torchrun_restarts_after_a_worker_was_killed(launched, tmp_path):
     """All workers restart from the last checkpoint, and end as they would without the kill."""
-    program = [SCRIPTS / "train_image.py", *SHORT, "--rate", "20", "--steps", "60", "--resume"]
-    program += ["--checkpoint-every", "4", "--checkpoint-dir"]
-    launched("torchrun", 2, [*program, tmp_path / "straight"], limit=200)
+    options = "--rate 20 --steps 60 --resume --checkpoint-every 4 --checkpoint-dir"
+    words = program("train_image.py", options)
+    launched("torchrun", 2, [*words, tmp_path / "straight"], limit=200)
 
     folder = tmp_path / "killed"
-    command = launch.command("torchrun", 2, [str(part) for part in [*program, folder]])
+    command = launch.command("torchrun", 2, [str(part) for part in [*words, folder]])
     command[3:3] = ["--max-restarts", "1"]
     with (tmp_path / "output.txt").open("w+") as output:
         # Without this, restarted Gloo ranks look for the dead ones in PyTorch 2.13, even without
@@ -221,54 +199,28 @@ def same(a, b) -> bool:
 
 @pytest.mark.long
 def test_one_process_without_a_launcher(run):
-    output = run(
-        [
-            sys.executable,
-            SCRIPTS / "train_image.py",
-            *SHORT,
-            "--steps",
-            "3",
-            "--model",
-            "mobilenetv2",
-            "--norm",
-            "group",
-        ]
-    )
-    assert '"step": 3' in output
-    output = run(
-        [
-            sys.executable,
-            SCRIPTS / "train_char_lm.py",
-            *SHORT,
-            "--steps",
-            "3",
-            "--model",
-            "transformer",
-        ],
-        limit=200,
-    )
-    assert '"bits_per_character"' in output
+    for script, options, tells in (
+        ("train_image.py", "--model mobilenetv2 --norm group", '"step": 3'),
+        ("train_char_lm.py", "--model transformer", '"bits_per_character"'),
+    ):
+        words = program(script, f"--steps 3 {options}")
+        assert tells in run([sys.executable, *words], limit=200)
 
 
 @pytest.mark.long
 def test_other_compressions(launched):
     for compression in ("none", "fp16"):
-        output = launched(
-            "mpirun",
-            2,
-            [SCRIPTS / "train_image.py", *SHORT, "--steps", "3", "--compression", compression],
-        )
-        assert '"step": 3' in output
+        words = program("train_image.py", f"--steps 3 --compression {compression}")
+        assert '"step": 3' in launched("mpirun", 2, words)
 
 
 def test_wrong_input(launched):
     for options, message in (
-        (["--rate", "0.5"], "rate must be at least 1"),
-        (["--dense", "hed*"], "dense names 'hed*', which matches no parameter"),
+        ("--rate 0.5", "rate must be at least 1"),
+        ("--dense hed*", "dense names 'hed*', which matches no parameter"),
     ):
-        output = launched(
-            "mpirun", 2, [SCRIPTS / "train_image.py", *SHORT, "--steps", "3", *options], fails=True
-        )
+        words = program("train_image.py", f"--steps 3 {options}")
+        output = launched("mpirun", 2, words, fails=True)
         assert message in output
         assert "Traceback" not in output
 
