@@ -13,6 +13,13 @@ import pytest
 import soak
 
 COMMIT_EVERY, KILLED_AT, LEADER_KILLED_AT, GROWN_AT, LAST = 5, 12, 22, 35, 60
+PLAN = {"commit_every": COMMIT_EVERY, "last": LAST, "settings": {"rate": 20}}
+# One worker dies in backward. Then, of three workers, the leader dies between its choice and the
+# averages. Another worker comes later.
+DEATHS = {
+    "127.0.00.1": (KILLED_AT, soak.Point.BACKWARD),
+    "127.0.000.1": (LEADER_KILLED_AT, soak.Point.EXCHANGE),
+}
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300, func_only=True)]
 
@@ -26,7 +33,7 @@ def diaries(tmp_path):
     jobs = []
 
     def runner(ranks, **plan):
-        plan = soak.Plan(**({"commit_every": COMMIT_EVERY, "last": LAST} | plan))
+        plan = soak.Plan(**(PLAN | plan), random_faults=False)
         job = soak.Job(tmp_path, plan, ranks)
         jobs.append(job)
         assert job.wait(250) == 0, job.output()
@@ -41,13 +48,7 @@ def diaries(tmp_path):
 
 
 def test_workers_are_killed_and_another_one_comes(diaries):
-    # One worker dies in backward. Then, of three workers, the leader dies between its choice and
-    # the averages.
-    deaths = {
-        "127.0.00.1": (KILLED_AT, soak.Point.BACKWARD),
-        "127.0.000.1": (LEADER_KILLED_AT, soak.Point.EXCHANGE),
-    }
-    told = diaries(4, settings={"rate": 20}, random_faults=False, deaths=deaths, grow_at=GROWN_AT)
+    told = diaries(4, deaths=DEATHS, grow_at=GROWN_AT)
 
     survivors = [
         diary
@@ -80,18 +81,12 @@ def test_a_methods_state_is_that_of_the_last_commit(diaries, monkeypatch):
     """
     monkeypatch.setenv("PYTHONPATH", str(Path(momentum.__file__).parent), prepend=os.pathsep)
     deaths = {"127.0.00.1": (KILLED_AT, soak.Point.EXCHANGE)}
-    told = diaries(
-        3,
-        method="momentum:Momentum",
-        settings={"rate": 20},
-        random_faults=False,
-        deaths=deaths,
-        last=25,
-    )
+    # Momentum would be sent on top of the gradients that workers account for.
+    settings = {"rate": 20, "mu": 0}
+    told = diaries(3, method="momentum:Momentum", settings=settings, deaths=deaths, last=25)
     survivors = [diary for diary in told if soak.of(diary, "end")]
-    assert [[entry["size"] for entry in soak.of(diary, "begin")] for diary in survivors] == [
-        [3, 2]
-    ] * 2
+    sizes = [[entry["size"] for entry in soak.of(diary, "begin")] for diary in survivors]
+    assert sizes == [[3, 2]] * 2
     for diary in survivors:
         assert soak.of(diary, "begin")[1]["batch"] == KILLED_AT - KILLED_AT % COMMIT_EVERY
 
@@ -101,19 +96,8 @@ def test_local_steps_while_a_worker_is_killed_and_another_comes(diaries):
 
     Survivors go on with their own parameters, and a newcomer with the common ones.
     """
-    deaths = {
-        "127.0.00.1": (KILLED_AT, soak.Point.BACKWARD),
-        "127.0.000.1": (LEADER_KILLED_AT, soak.Point.EXCHANGE),
-    }
-    told = diaries(
-        4,
-        optimizer="local steps",
-        settings={"rate": 20},
-        rounds={"local_steps": 3},
-        random_faults=False,
-        deaths=deaths,
-        grow_at=GROWN_AT,
-    )
+    rounds = {"local_steps": 3}
+    told = diaries(4, optimizer="local steps", rounds=rounds, deaths=DEATHS, grow_at=GROWN_AT)
     assert len(told) == 5
     assert sum(bool(soak.of(diary, "end")) for diary in told) == 3
     last = {diary[-2]["step"] if diary[-1]["event"] == "end" else None for diary in told} - {None}
