@@ -29,35 +29,30 @@ STEPS, LR, DECAY = 8, 0.01, 0.02
 SETTINGS = {"rate": 20, "bits": 32, "min_numel": 100, "dense": ["second/kernel"]}
 
 
-def gradients(rank, step):
-    kernel = np.random.default_rng([5, rank, step]).standard_normal((WIDTH, 1)).astype(np.float32)
-    ones = np.ones(1, np.float32)
-    return {
-        f"{layer}/{name}": value
-        for layer in ("first", "second")
-        for name, value in (("kernel", kernel), ("bias", ones))
-    }
+def image(rank, step):
+    """What a rank's model is given at a step. It is the gradient of both kernels."""
+    return np.random.default_rng([5, rank, step]).standard_normal((1, WIDTH)).astype(np.float32)
 
 
 def averages(compression, passes=1):
     """The averages of every exchange, as the reference makes them."""
-    shapes = {name: grad.shape for name, grad in gradients(0, 0).items()}
+    shapes = {"first/kernel": (WIDTH, 1), "second/kernel": (WIDTH, 1)}
+    shapes |= {"first/bias": (1,), "second/bias": (1,)}
     reference = ScaleComReference(hvd.size(), shapes, compression.config)
     for bucket in compression.exchanges()[0].buckets:
         reference.bucket_of |= dict.fromkeys(bucket.names, bucket.number)
+
+    def gradients(rank, steps):
+        kernel = sum(image(rank, step).T for step in steps)
+        bias = np.full(1, len(steps), np.float32)
+        return {name: kernel if "kernel" in name else bias for name in shapes}
+
     for first in range(0, STEPS, passes):
-        yield reference.step(
-            [
-                {
-                    name: sum(gradients(rank, first + i)[name] for i in range(passes))
-                    for name in shapes
-                }
-                for rank in range(hvd.size())
-            ]
-        )
+        steps = range(first, first + passes)
+        yield reference.step([gradients(rank, steps) for rank in range(hvd.size())])
 
 
-def descend(kind, options, everyone, kappas, passes=1):
+def descend(kind, options, everyone, kappas, passes):
     """{name: (variable, momentum)} after these averages, in float64, from zeros."""
     ended = {}
     for name in everyone[0]:
@@ -89,17 +84,18 @@ def descend(kind, options, everyone, kappas, passes=1):
     return ended
 
 
-def kappas_of(kappa, whole=1):
+def kappas_of(compression, whole=1, nu=None):
+    kappa = kappa_of(compression.config.rate, nu)
     return lambda name, step: kappa if name == "first/kernel" and step >= whole else 0.0
 
 
-def fit(model, optimizer, **compile_options):
-    model.compile(optimizer, output, **compile_options)
-    x = np.concatenate([gradients(hvd.rank(), step)["first/kernel"].T for step in range(STEPS)])
+def fit(model, optimizer, eager=False):
+    model.compile(optimizer, output, run_eagerly=eager)
+    x = np.concatenate([image(hvd.rank(), step) for step in range(STEPS)])
     model.fit(x, np.zeros((STEPS, 1)), batch_size=1, shuffle=False, verbose=0)
 
 
-def call(model, optimizer, traced=True):
+def call(model, optimizer, eager):
     """A loop of the user's own, with the optimizer inside of tf.function or not."""
 
     def step(x):
@@ -107,12 +103,12 @@ def call(model, optimizer, traced=True):
             loss = tf.reduce_mean(model(x))
         optimizer.minimize(loss, model.trainable_variables, tape=tape)
 
-    if traced:
+    if not eager:
         if hasattr(optimizer, "build"):
             optimizer.build(model.trainable_variables)
         step = tf.function(step)
     for number in range(STEPS):
-        step(tf.constant(gradients(hvd.rank(), number)["first/kernel"].T))
+        step(tf.constant(image(hvd.rank(), number)))
 
 
 def slots(optimizer, model):
@@ -124,7 +120,10 @@ def slots(optimizer, model):
             yield next(s for s in optimizer.variables if s.name.endswith(f"m/{variable.name}"))
 
 
-def assert_descended(model, optimizer, expected):
+def assert_descended(model, optimizer, compression, kappas, kind="SGD", options=None, passes=1):
+    everyone = list(averages(compression, passes))
+    options = MOMENTUM if options is None else options
+    expected = descend(kind, options, everyone, kappas, passes)
     for variable, slot in zip(model.trainable_variables, slots(optimizer, model), strict=True):
         name = variable.name[:-2]
         x, m = expected[name]
@@ -167,11 +166,9 @@ def test_a_step_goes_along_the_mix_and_slots_hold_the_momentum(
         getattr(kinds, kind)(**{"learning_rate": LR} | options), compression=compression
     )
     assert compression.config.beta == 1
-    run(model, optimizer, **({"run_eagerly": eager} if run is fit else {"traced": not eager}))
-    kappa = kappa_of(compression.config.rate, settings.get("nu"))
-    kappas = kappas_of(kappa, settings.get("warmup_steps", 1))
-    expected = descend(kind, options, list(averages(compression)), kappas)
-    assert_descended(model, optimizer, expected)
+    run(model, optimizer, eager)
+    kappas = kappas_of(compression, settings.get("warmup_steps", 1), settings.get("nu"))
+    assert_descended(model, optimizer, compression, kappas, kind, options)
 
 
 @pytest.mark.parametrize("kinds", [NEW, LEGACY], ids=["new", "legacy"])
@@ -182,20 +179,18 @@ def test_only_steps_that_are_applied_are_mixed(kinds):
         kinds.SGD(LR, 0.9), compression=compression, backward_passes_per_step=2
     )
     fit(model, optimizer)
-    kappas = kappas_of(kappa_of(compression.config.rate, None))
-    expected = descend("SGD", MOMENTUM, list(averages(compression, passes=2)), kappas, passes=2)
-    assert_descended(model, optimizer, expected)
+    kappas = kappas_of(compression)
+    assert_descended(model, optimizer, compression, kappas, passes=2)
 
     model = linear()
     compression = hvd.ScaleCom(**SETTINGS, loss_scale=lambda: scaled.loss_scale)
     optimizer = hvd.DistributedOptimizer(kinds.SGD(LR, 0.9), compression=compression)
     scaled = LossScaleOptimizer(optimizer, initial_scale=2.0**10)
     fit(model, scaled)
-    expected = descend("SGD", MOMENTUM, list(averages(compression)), kappas)
-    assert_descended(model, optimizer, expected)
+    assert_descended(model, optimizer, compression, kappas)
     model.fit(np.full((1, WIDTH), np.inf, np.float32), np.zeros((1, 1)), verbose=0)
     assert compression.stats()["skipped_steps"] == 1
-    assert_descended(model, optimizer, expected)
+    assert_descended(model, optimizer, compression, kappas)
 
 
 @pytest.mark.parametrize(
@@ -205,50 +200,42 @@ def test_whole_steps_are_the_stock_optimizer_s_to_the_bit(kinds):
     def ended(library, compression):
         model = linear()
         optimizer = library.DistributedOptimizer(kinds.Adam(LR), compression=compression)
-        call(model, optimizer, traced=False)
+        call(model, optimizer, EAGER)
         return [v.numpy() for v in (*model.variables, *optimizer.variables())]
 
     expected = ended(stock, stock.Compression.none)
     for settings in ({"rate": 1}, {"warmup_steps": STEPS}):
-        for mine, other in zip(
-            ended(hvd, hvd.ScaleCom(**SETTINGS | settings)), expected, strict=True
-        ):
+        found = ended(hvd, hvd.ScaleCom(**SETTINGS | settings))
+        for mine, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(mine, other)
 
 
-def test_with_nu_one_nothing_is_wrapped():
-    for settings, is_wrapped in (({"nu": 1}, False), ({}, True)):
-        for kinds, method in ((NEW, "_internal_apply_gradients"), (LEGACY, "_distributed_apply")):
-            optimizer = hvd.DistributedOptimizer(
-                kinds.Adam(LR), compression=hvd.ScaleCom(**settings)
-            )
-            assert (method in vars(type(optimizer))) == is_wrapped
+def told_of_momentum(caplog):
+    """The optimizers of which the log says that they keep their momentum as it is."""
+    told = [r.getMessage().partition(" keeps its momentum as it is") for r in caplog.records]
+    return [name for name, says, _ in told if says]
 
 
-MAKE = [
-    lambda: NEW.RMSprop(1e-3, momentum=0.5),
-    lambda: NEW.Nadam(1e-3),
-    lambda: LEGACY.Adamax(1e-3),
-    lambda: NEW.SGD(1e-2),
-    lambda: NEW.Adamax(1e-3),
-    lambda: LEGACY.Nadam(1e-3),
-]
+OTHERS = [NEW.RMSprop, NEW.Nadam, LEGACY.Adamax, NEW.SGD, NEW.Adamax, LEGACY.Nadam]
 
 
 @pytest.mark.parametrize(
-    ("policy", "makes"),
-    [("float32", MAKE[:3]), pytest.param("mixed_float16", MAKE, marks=pytest.mark.long)],
-    ids=["float32", "mixed_float16"],
+    ("policy", "kinds"),
+    [("float32", OTHERS[:3]), pytest.param("mixed_float16", OTHERS, marks=pytest.mark.long)],
 )
-def test_other_optimizers_and_policies(policy, makes, caplog):
+def test_other_optimizers_and_policies(policy, kinds, caplog):
     """RMSprop's momentum is not linear in gradients, so it stays, and the log says so once."""
     momentum._warn_of_unknown.cache_clear()
+
+    def scale():
+        return getattr(model.optimizer, "loss_scale", tf.constant(1.0))
+
     tf.keras.mixed_precision.set_global_policy(policy)
     try:
-        for make in makes:
-            model = net()
-            compression = hvd.ScaleCom(**SETTINGS | {"dense": []}, loss_scale=scale_of(model))
-            optimizer = hvd.DistributedOptimizer(make(), compression=compression)
+        for kind in kinds:
+            inner = kind(1e-3, **({"momentum": 0.5} if kind is NEW.RMSprop else {}))
+            model, compression = net(), hvd.ScaleCom(rate=20, bits=32, loss_scale=scale)
+            optimizer = hvd.DistributedOptimizer(inner, compression=compression)
             optimizer.jit_compile = True  # Keras does so where there is a GPU
             model.compile(optimizer, "mse")
             losses = model.fit(*examples(hvd.rank()), 8, 4, verbose=0).history["loss"]
@@ -256,9 +243,7 @@ def test_other_optimizers_and_policies(policy, makes, caplog):
             assert same_on_all_ranks(model.variables)
     finally:
         tf.keras.mixed_precision.set_global_policy("float32")
-    told = [r.getMessage() for r in caplog.records if "keeps its momentum" in r.getMessage()]
-    assert len(told) == 1
-    assert told[0].startswith("RMSprop keeps its momentum as it is")
+    assert told_of_momentum(caplog) == ["RMSprop"]
 
 
 def test_momentum_that_is_kept_elsewhere_stays(monkeypatch, caplog):
@@ -266,15 +251,9 @@ def test_momentum_that_is_kept_elsewhere_stays(monkeypatch, caplog):
     momentum._warn_of_unknown.cache_clear()
     model, compression = linear(), hvd.ScaleCom(**SETTINGS)
     optimizer = hvd.DistributedOptimizer(NEW.SGD(LR, 0.9), compression=compression)
-    call(model, optimizer, traced=False)
-    expected = descend("SGD", MOMENTUM, list(averages(compression)), kappas_of(0.0))
-    assert_descended(model, optimizer, expected)
-    told = [r.getMessage() for r in caplog.records if "keeps its momentum" in r.getMessage()]
-    assert [text.partition(" ")[0] for text in told] == ["SGD"]
-
-
-def scale_of(model):
-    return lambda: getattr(model.optimizer, "loss_scale", tf.constant(1.0))
+    call(model, optimizer, EAGER)
+    assert_descended(model, optimizer, compression, lambda name, step: 0.0)
+    assert told_of_momentum(caplog) == ["SGD"]
 
 
 def keras_optimizer(compression):
@@ -301,17 +280,14 @@ def test_who_takes_it_first_settles_nu_and_beta():
         settled(hvd.ScaleCom(), keras_optimizer, tape)
     published = hvd.ScaleCom.as_published(rate=400)
     assert settled(published, tape, keras_optimizer) == (1, 0.1)
-    assert (published.config.rate, published.config.bits, published.config.flush) == (
-        400,
-        32,
-        False,
-    )
+    config = published.config
+    assert (config.rate, config.bits, config.flush) == (400, 32, False)
 
 
 def test_a_state_settles_what_is_open():
-    made = hvd.ScaleCom(**SETTINGS)
+    made, other = hvd.ScaleCom(**SETTINGS), hvd.ScaleCom(**SETTINGS)
     fit(linear(), hvd.DistributedOptimizer(NEW.SGD(LR, 0.9), compression=made))
-    state, other = made.state_dict(), hvd.ScaleCom(**SETTINGS)
+    state = made.state_dict()
     other.load_state_dict(state)
     with pytest.raises(ValueError, match="Leave nu out"):
         tape(other)
