@@ -7,15 +7,18 @@ import horovod.tensorflow as stock
 import numpy as np
 import pytest
 import tensorflow as tf
-from made_up import SHAPES, gradients
-from tensorflow_models import same_on_all_ranks
+from made_up import EVERYTHING, SHAPES, gradients
+from tensorflow_models import same_on_all_ranks, scalecom
 from tensorflow_parity import variables
 
 import scalecom_hvd.tensorflow as hvd
 
 
-def scalecom(**settings):
-    return hvd.ScaleCom(**({"rate": 20, "min_numel": 100} | settings))
+def assert_trains_like_stock_horovod(train):
+    """train(library, compression) -> the weights after some steps."""
+    train(hvd, scalecom())
+    mine = train(hvd, scalecom(**EVERYTHING))
+    np.testing.assert_allclose(mine, train(stock, stock.Compression.none), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -37,10 +40,7 @@ def test_gradients_asked_for_while_the_tape_records(traced):
         assert same_on_all_ranks([w])
         return w.numpy()
 
-    train(hvd, scalecom())
-    everything = scalecom(rate=1.0001, bits=32)
-    mine, other = train(hvd, everything), train(stock, stock.Compression.none)
-    np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
+    assert_trains_like_stock_horovod(train)
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -86,10 +86,7 @@ def test_a_training_step_that_is_saved_goes_on(tmp_path):
         assert same_on_all_ranks([loaded.w])
         return loaded.w.numpy()
 
-    train(hvd, scalecom())
-    everything = scalecom(rate=1.0001, bits=32)
-    mine, other = train(hvd, everything), train(stock, stock.Compression.none)
-    np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
+    assert_trains_like_stock_horovod(train)
 
 
 @pytest.mark.parametrize("traced", [False, True])
