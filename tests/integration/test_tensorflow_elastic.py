@@ -31,25 +31,10 @@ def diaries(run, tmp_path):
         (tmp_path / "hosts").write_text("localhost:2\n127.0.0.1:1\n")
         (tmp_path / "discover.sh").write_text(f"#!/bin/sh\ncat {tmp_path}/hosts\n")
         (tmp_path / "discover.sh").chmod(0o755)
-        command = [
-            launch.find("horovodrun"),
-            "--gloo",
-            "-np",
-            3,
-            "--min-np",
-            2,
-            "--max-np",
-            3,
-            "--gloo-timeout-seconds",
-            10,
-            "--host-discovery-script",
-            tmp_path / "discover.sh",
-            sys.executable,
-            WORKER,
-            kind,
-            json.dumps(settings),
-            tmp_path,
-        ]
+        elastic = "--gloo -np 3 --min-np 2 --max-np 3 --gloo-timeout-seconds 10"
+        discovery = ["--host-discovery-script", tmp_path / "discover.sh"]
+        worker = [sys.executable, WORKER, kind, json.dumps(settings), tmp_path]
+        command = [launch.find("horovodrun"), *elastic.split(), *discovery, *worker]
         output = run(command, limit=120)
         found = [
             [json.loads(line) for line in path.read_text().splitlines()]
@@ -69,6 +54,12 @@ def of(diary, event):
     return [entry for entry in diary if entry["event"] == event]
 
 
+def committed(diary, batch, what, size=None):
+    """What all commits at a batch say, or those of this many ranks."""
+    commits = [entry for entry in of(diary, "commit") if entry["batch"] == batch]
+    return {entry[what] for entry in commits if size in (None, entry["size"])}
+
+
 def mean_loss(diary, first, last):
     losses = [entry["loss"] for entry in of(diary, "step") if first <= entry["batch"] < last]
     return sum(losses) / len(losses)
@@ -80,13 +71,8 @@ def mean_loss(diary, first, last):
         ("tape", {"rate": 20, "bits": 32}),
         (
             "tape",
-            {
-                "rate": 20,
-                "lookahead": True,
-                "leader": "staggered",
-                "bucket_bytes": 10_000,
-                "beta": 0.5,
-            },
+            {"rate": 20, "lookahead": True, "beta": 0.5}
+            | {"leader": "staggered", "bucket_bytes": 10_000},
         ),
         ("fit", {"rate": 20}),
         # As in Horovod's example, survivors take an additional step after each restart of Horovod.
@@ -102,9 +88,7 @@ def test_a_worker_is_killed_and_another_one_comes(diaries, kind, settings):
     (victim,) = [diary for diary in told if not of(diary, "end")]
     (newcomer,) = [diary for diary in told if diary not in survivors and diary is not victim]
     assert len(survivors) == 2
-    assert of(victim, "step")[-1]["batch"] > COMMITTED, (
-        "the victim should have died between two commits"
-    )
+    assert of(victim, "step")[-1]["batch"] > COMMITTED, "it should have died between two commits"
 
     # The survivors go on from the last commit, each with its own residues.
     extra = 1 if kind == "example" else 0
@@ -115,25 +99,17 @@ def test_a_worker_is_killed_and_another_one_comes(diaries, kind, settings):
         if not extra:
             for begin in (after_loss, after_gain):
                 # Commits of the earlier ranks: there were 3 before the loss and 2 before the gain.
-                commits = [
-                    c
-                    for c in of(diary, "commit")
-                    if c["batch"] == begin["batch"] and c["size"] == 5 - begin["size"]
-                ]
-                assert {commit["residues"] for commit in commits} == {begin["residues"]}
+                at, size = begin["batch"], 5 - begin["size"]
+                assert committed(diary, at, "residues", size) == {begin["residues"]}
         for broken in of(diary, "broken"):
-            assert broken["residues"] == broken["before"], (
-                "a step that died in the middle changed residues"
-            )
+            assert broken["residues"] == broken["before"], "a step that died changed residues"
     if kind == "tape":
         assert all(of(diary, "broken") for diary in survivors)
-        assert {entry["count"] for diary in survivors for entry in of(diary, "traces")} == {1}, (
-            "a function was traced again"
-        )
+        traces = {entry["count"] for diary in survivors for entry in of(diary, "traces")}
+        assert traces == {1}, "a function was traced again"
     for begins in zip(*(of(diary, "begin")[1:] for diary in survivors), strict=True):
-        assert len({begin["residues"] for begin in begins}) == 2, (
-            "residues of one rank came to another"
-        )
+        residues = {begin["residues"] for begin in begins}
+        assert len(residues) == 2, "residues of one rank came to another"
 
     # The newcomer starts at GROWN_AT.
     (begin,) = of(newcomer, "begin")
@@ -143,21 +119,15 @@ def test_a_worker_is_killed_and_another_one_comes(diaries, kind, settings):
         # At most what was sent may be off.
         sent = 0 if settings.get("bits") == 32 else 1 / 20
         assert first["off"] <= 1.1 * sent, "the newcomer's residues did not start at zero"
-        assert (first["kept"] == 0) == settings.get("lookahead", False), (
-            "look-ahead has no choices in common, and sends a step whole"
-        )
+        # Look-ahead has no choices in common, and sends a step whole.
+        assert (first["kept"] == 0) == settings.get("lookahead", False)
 
     # All of them train to the end.
     trained = [*survivors, newcomer]
     assert len({of(diary, "end")[0]["weights"] for diary in trained}) == 1
     assert len({of(diary, "end")[0]["residues"] for diary in trained}) == 3
     for batch in (15, 25, 30, 35, LAST):
-        weights = {
-            entry["weights"]
-            for diary in trained
-            for entry in of(diary, "commit")
-            if entry["batch"] == batch
-        }
+        weights = set().union(*(committed(diary, batch, "weights") for diary in trained))
         assert len(weights) == 1, f"weights differ at batch {batch}"
     for diary in survivors:
         assert mean_loss(diary, 0, 5) > mean_loss(diary, 15, 20) > mean_loss(diary, 35, LAST)

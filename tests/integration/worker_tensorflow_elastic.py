@@ -29,16 +29,13 @@ diary = directory / f"{os.getpid()}.jsonl"
 
 
 def note(event: str, **facts) -> None:
+    facts |= {"event": event, "rank": hvd.rank(), "size": hvd.size()}
     with diary.open("a") as file:
-        print(
-            json.dumps({"event": event, "rank": hvd.rank(), "size": hvd.size(), **facts}), file=file
-        )
+        print(json.dumps(facts), file=file)
 
 
 def digest(arrays) -> str:
-    return hashlib.sha256(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays)).hexdigest()[
-        :16
-    ]
+    return hashlib.sha256(b"".join(np.asarray(a).tobytes() for a in arrays)).hexdigest()[:16]
 
 
 def build() -> tf.keras.Model:
@@ -65,9 +62,9 @@ class Story:
         residues = self.compressor.state_dict()["residues"]
         return digest(residues.values()) if residues else None
 
-    def begin(self, state) -> None:
+    def note(self, event: str, state) -> None:
         note(
-            "begin",
+            event,
             batch=state.batch,
             residues=self.residues(),
             weights=digest(self.model.get_weights()),
@@ -82,33 +79,24 @@ class Story:
                 (directory / "hosts").write_text("localhost:3\n")
             limit = time.time() + 30
             while time.time() < limit:
-                self.commit(state)
+                self.note("commit", state)
+                state.commit()  # it raises HostsUpdatedInterrupt when hosts have changed
                 time.sleep(0.1)
             raise TimeoutError("nobody came")
 
-    def after(self, state, loss: float) -> None:
+    def after(self, state, loss: float) -> bool:
+        """Return whether a commit is due, which is noted here."""
         note("step", batch=state.batch, loss=float(loss), step=self.compressor.stats()["step"])
         state.batch += 1
-        if state.batch % COMMIT_EVERY == 0:
-            self.commit(state)
-
-    def commit(self, state) -> None:
-        """Commit. If hosts have changed, this then raises HostsUpdatedInterrupt."""
-        note(
-            "commit",
-            batch=state.batch,
-            residues=self.residues(),
-            weights=digest(self.model.get_weights()),
-        )
-        state.commit()
+        due = state.batch % COMMIT_EVERY == 0
+        if due:
+            self.note("commit", state)
+        return due
 
 
 def train_with_tape() -> Story:
-    model, optimizer, compressor = (
-        build(),
-        tf.keras.optimizers.SGD(0.05, momentum=0.9),
-        hvd.ScaleCom(**settings),
-    )
+    model, compressor = build(), hvd.ScaleCom(**settings)
+    optimizer = tf.keras.optimizers.SGD(0.05, momentum=0.9)
     optimizer.build(model.trainable_variables)
     story = Story(model, compressor)
     beta = ScaleComConfig(**settings).resolved().beta
@@ -128,7 +116,7 @@ def train_with_tape() -> Story:
 
     @hvd.elastic.run
     def train(state) -> None:
-        story.begin(state)
+        story.note("begin", state)
         while state.batch < LAST:
             story.before(state)
             batch = batch_of(state.batch)
@@ -154,7 +142,8 @@ def train_with_tape() -> Story:
                     off = np.minimum(np.abs(m), np.abs(m - grads[name]))
                     shares.append(float((off > 1e-6 * kept).mean()))
                 note("first", batch=state.batch, off=max(shares), kept=kept)
-            story.after(state, loss)
+            if story.after(state, loss):
+                state.commit()
 
     train(hvd.elastic.KerasState(model, optimizer, batch=0))
     note("traces", count=len(traces))
@@ -170,45 +159,34 @@ def train_with_fit() -> Story:
     story = Story(model, compressor)
 
     def data(first: int):
-        def batches():
-            for step in range(first, LAST):
-                yield batch_of(step)
-
-        shapes = ([32, FEATURES], [32, OUTPUTS])
         return tf.data.Dataset.from_generator(
-            batches, output_signature=tuple(tf.TensorSpec(shape, tf.float32) for shape in shapes)
+            lambda: map(batch_of, range(first, LAST)),
+            output_signature=tuple(tf.TensorSpec([32, width]) for width in (FEATURES, OUTPUTS)),
         )
 
-    if kind == "example":
-        # As in Horovod's tensorflow2_keras_mnist_elastic.py, a step makes the optimizer's
-        # variables. Survivors take part in this step.
+    def one_step():
         model.fit(data(0), steps_per_epoch=1, epochs=1, verbose=0)
+
+    # As in Horovod's tensorflow2_keras_mnist_elastic.py, a step of the example makes the
+    # optimizer's variables. Survivors take part in this step.
+    if kind == "example":
+        one_step()
     else:
         optimizer.build(model.trainable_variables)
     state = hvd.elastic.KerasState(model, batch=0)
     if kind == "example":
-        state.register_reset_callbacks(
-            [lambda: model.fit(data(0), steps_per_epoch=1, epochs=1, verbose=0)]
-        )
+        state.register_reset_callbacks([one_step])
 
     class Tell(tf.keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             story.before(state)
 
         def on_train_batch_end(self, batch, logs=None):
-            note("step", batch=state.batch, loss=logs["loss"], step=compressor.stats()["step"])
-            state.batch += 1
-            if state.batch % COMMIT_EVERY == 0:
-                note(
-                    "commit",
-                    batch=state.batch,
-                    residues=story.residues(),
-                    weights=digest(model.get_weights()),
-                )
+            story.after(state, logs["loss"])  # CommitStateCallback commits
 
     @hvd.elastic.run
     def train(state) -> None:
-        story.begin(state)
+        story.note("begin", state)
         commit = hvd.elastic.CommitStateCallback(state, batches_per_commit=COMMIT_EVERY)
         model.fit(data(state.batch), epochs=1, verbose=0, callbacks=[Tell(), commit])
 
@@ -224,12 +202,7 @@ def main() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.keras.utils.set_random_seed(hvd.rank())
     story = train_with_tape() if kind == "tape" else train_with_fit()
-    note(
-        "end",
-        weights=digest(story.model.get_weights()),
-        residues=story.residues(),
-        step=story.compressor.stats()["step"],
-    )
+    note("end", weights=digest(story.model.get_weights()), residues=story.residues())
 
 
 if __name__ == "__main__":
