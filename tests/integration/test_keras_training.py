@@ -22,28 +22,14 @@ BOUND = 9
 
 @pytest.mark.long
 def test_stopped_and_resumed_is_as_never_stopped_under_either_launcher(launched, tmp_path):
-    options = [
-        "--batch-size",
-        "8",
-        "--rate",
-        "20",
-        "--lookahead",
-        "--leader",
-        "staggered",
-        "--steps",
-        "20",
-        "--checkpoint-every",
-        "8",
-    ]
-    program = [SCRIPT, "--no-progress", "--evaluate-every", "20", *options]
-    launched("mpirun", 2, [*program, "--checkpoint-dir", tmp_path / "straight"])
-    launched(
-        "horovodrun --gloo",
-        2,
-        [*program, "--checkpoint-dir", tmp_path / "stopped", "--stop-at", "9"],
-    )
-    assert json.loads((tmp_path / "stopped" / "latest.json").read_text()) == {"step": 9, "ranks": 2}
-    launched("mpirun", 2, [*program, "--checkpoint-dir", tmp_path / "stopped", "--resume"])
+    options = "--steps 20 --batch-size 8 --rate 20 --lookahead --leader staggered"
+    often = "--no-progress --evaluate-every 20 --checkpoint-every 8 --checkpoint-dir"
+    program = [SCRIPT, *options.split(), *often.split()]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    launched("mpirun", 2, [*program, straight])
+    launched("horovodrun --gloo", 2, [*program, stopped, "--stop-at", "9"])
+    assert json.loads((stopped / "latest.json").read_text()) == {"step": 9, "ranks": 2}
+    launched("mpirun", 2, [*program, stopped, "--resume"])
     assert_same_checkpoints(tmp_path, 20)
 
 
@@ -104,18 +90,7 @@ def test_wrong_input_ends_all_ranks_with_a_message(launched):
 
 @pytest.mark.long
 def test_one_process_without_a_launcher(run):
-    output = run(
-        [
-            sys.executable,
-            SCRIPT,
-            "--no-progress",
-            "--steps",
-            "3",
-            "--norm",
-            "group",
-            "--loop",
-            "custom",
-        ]
-    )
+    options = "--no-progress --steps 3 --norm group --loop custom"
+    output = run([sys.executable, SCRIPT, *options.split()])
     assert '"step": 3' in output
     assert '"bytes_per_step": 0' in output

@@ -4,11 +4,10 @@ It also runs short trainings on digits, intact or with one part broken, as worke
 Prints one line of JSON for each part.
 """
 
-import contextlib
-import hashlib
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 from tensorflow import keras
 
@@ -20,20 +19,8 @@ import train_keras
 import training
 
 RESUMED = ["--loop", "custom", "--steps", "12", "--rate", "20", "--beta", "0.3"]
-BOUND = [
-    "--steps",
-    "400",
-    "--rate",
-    "50",
-    "--lr",
-    "0.004",
-    "--lr-schedule",
-    "constant",
-    "--weight-decay",
-    "0",
-    "--bits",
-    "32",
-]
+SCHEDULE = "--steps 400 --lr 0.004 --lr-schedule constant --weight-decay 0"
+BOUND = [*SCHEDULE.split(), "--rate", "50", "--bits", "32"]
 DENSE = ["--compression", "none"]
 
 
@@ -53,32 +40,27 @@ def plain_network(norm: str) -> keras.Model:
 
 
 def train(*options: str) -> dict:
-    return train_keras.train(
-        train_keras.argument_parser().parse_args(
-            [*options, "--no-progress", "--evaluate-every", "1000"]
-        )
-    )
+    given = [*options, "--no-progress", "--evaluate-every", "1000"]
+    return train_keras.train(train_keras.argument_parser().parse_args(given))
 
 
 def acc9(*options: str) -> tuple[float, bool]:
     """Return the accuracy in percent, and whether all ranks ended with the same weights."""
     models, build = [], train_keras.build_model
-    with replaced(train_keras, "build_model", lambda norm: models.append(build(norm)) or models[0]):
+
+    def kept(norm):
+        models.append(build(norm))
+        return models[0]
+
+    with mock.patch.object(train_keras, "build_model", kept):
         result = train(*options)
-    digest = hashlib.sha256(
-        b"".join(variable.numpy().tobytes() for variable in models[0].variables)
-    ).hexdigest()
-    return 100 * result["acc9"], len(set(hvd.allgather_object(digest))) == 1
+    weights = b"".join(variable.numpy().tobytes() for variable in models[0].variables)
+    return 100 * result["acc9"], len(set(hvd.allgather_object(weights))) == 1
 
 
-@contextlib.contextmanager
-def replaced(owner, name, value):
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+def commit_nothing(bucket, result) -> list:
+    """Take the place of Bucket.commit. Residues stay zero, because they are never assigned."""
+    return []
 
 
 def refusal(*options: str) -> list[str | None]:
@@ -99,8 +81,7 @@ def main() -> None:
         "fit": acc9(*BOUND),
         "custom": acc9(*BOUND, "--loop", "custom", "--lookahead", "--leader", "staggered"),
     }
-    # Residues stay zero, because they are never assigned.
-    with replaced(Bucket, "commit", lambda bucket, result: []):
+    with mock.patch.object(Bucket, "commit", commit_nothing):
         reached["residues thrown away"] = acc9(*BOUND)
     show("REACHED", reached)
 
