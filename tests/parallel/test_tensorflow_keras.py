@@ -298,7 +298,6 @@ def test_stats_count_what_is_sent():
         "step": 3,
         "outliers": 0,
         "skipped_steps": 0,
-        "outliers": 0,
         "leader": 2 % n,
         "bytes_offsets": k,
         "bytes_values": 4 * k,
