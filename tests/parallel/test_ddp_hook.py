@@ -583,11 +583,15 @@ def test_what_cannot_work_is_refused():
         ScaleComState(Net(), method)
 
 
-def test_what_some_rank_cannot_do_is_refused():
+@pytest.mark.on_cpus  # the late device has no sparse tensors
+def test_sparse_gradients_are_refused():
     embedding = nn.Embedding(100, 30, sparse=True)
     model, _ = hooked(SOME, nn.Sequential(embedding, nn.Linear(30, 2)))
     with pytest.raises(RuntimeError, match="sparse=False"):
         model(torch.arange(5)).sum().backward()
+
+
+def test_other_settings_on_some_rank_are_refused():
     model, _ = hooked({"rate": 20 if dist.get_rank() else 30})
     with pytest.raises(RuntimeError, match=r"rate is 30.0 on rank 0 and 20.0 on rank 1"):
         model(batch(0), head="both").backward()
