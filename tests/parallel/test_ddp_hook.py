@@ -583,7 +583,6 @@ def test_what_cannot_work_is_refused():
         ScaleComState(Net(), method)
 
 
-@pytest.mark.on_cpus  # the late device has no sparse tensors
 def test_sparse_gradients_are_refused():
     embedding = nn.Embedding(100, 30, sparse=True)
     model, _ = hooked(SOME, nn.Sequential(embedding, nn.Linear(30, 2)))
