@@ -45,12 +45,16 @@ class ResidueCopies:
         # Whether values leave residues, in the last step and in this one.
         self._sent = self._sends = False
         self._is_counted, self.thrown_away = True, 0
+        self._begun_at = -1  # after so many steps, the last step began
 
     def begin_step(self, sends: bool) -> None:
         """A step begins. sends: whether its values leave residues."""
         self._sent, self._sends = self._sends, sends
         self._left -= sends
-        self._is_counted, self._method.residues.given_back = False, set()
+        residues = self._method.residues
+        now = residues.step + residues.skipped_steps
+        if now != self._begun_at:  # or the step before was given up, and begins again
+            self._begun_at, self._is_counted, residues.given_back = now, False, set()
         if not (self._is_needed or self._left >= 0):
             self.forget()
 
