@@ -49,6 +49,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from scalecom_hvd.agreement import NUMBERS
+from scalecom_hvd.exchange.background_thread import SECONDS_TO_END
 from scalecom_hvd.exchange.collectives import CollectiveError
 
 log = logging.getLogger("scalecom_hvd")
@@ -63,7 +64,6 @@ NOT_ALL_HERE = (
     "this rank has waited %d s for the other ranks to join a process group of ScaleCom's. Does "
     "every rank make its DistributedOptimizer or ScaleComState, in the same order? Has one ended?"
 )
-SECONDS_TO_END = 2  # to wait for what is on its way when the process ends
 
 # How many exchanges each set of ranks has made, the same on all of them.
 _made: collections.Counter[tuple[int, ...]] = collections.Counter()

@@ -12,6 +12,7 @@ keeps such an owner alive until this is done. Imports nothing of this package.
 from __future__ import annotations
 
 import atexit
+import math
 import queue
 import threading
 import time
@@ -31,7 +32,7 @@ _kept_lock = threading.Lock()
 
 # All threads that were started, and their jobs.
 _started: weakref.WeakKeyDictionary[threading.Thread, Jobs] = weakref.WeakKeyDictionary()
-SECONDS_TO_END = 2
+SECONDS_TO_END = 2  # to wait for what is on its way when the process ends
 
 
 @atexit.register
@@ -42,17 +43,16 @@ def _end_threads() -> None:
     ends a daemon at once, and C++ calls abort() if this happens in a destructor.
     """
     given_up = time.monotonic() + SECONDS_TO_END
-    while _kept and time.monotonic() < given_up:
-        time.sleep(POLL_SECONDS)
+    wait_for_kept(given_up)
     for jobs in list(_started.values()):
         jobs.put(None)
     for thread in list(_started):
         thread.join(max(given_up - time.monotonic(), 0))
 
 
-def wait_for_kept() -> None:
-    """Wait until no thread of this process keeps its owner alive."""
-    while _kept:
+def wait_for_kept(given_up: float = math.inf) -> None:
+    """Wait until no thread of this process keeps its owner alive, or until this time."""
+    while _kept and time.monotonic() < given_up:
         time.sleep(POLL_SECONDS)
 
 

@@ -484,7 +484,7 @@ class Exchange(Averager):
         steps, due = [progress.step for progress in part], self.residues.norms_due()
         for step in steps:
             norms = {} if self._whole else step.gradient_norms()
-            if due and step.has_whole_gradients():
+            if due and self.residues.is_idle and step.has_whole_gradients():
                 self.residues.is_idle = False
             step.commit(unused.intersection(step.names))
             if due and norms:
