@@ -206,7 +206,7 @@ class Trainer:
             residues=digest(residues),
             norm=norm,
         )
-        then, now = self.committed, self.digests()
+        then, now = self.committed, self.digests(batch)
         if not then:
             self.expect(norm == 0, "a newcomer's residues are not zero", batch)
         else:
@@ -225,7 +225,7 @@ class Trainer:
 
     def commit(self, state: Any) -> None:
         """Commit. If hosts have changed, the commit ends with HostsUpdatedInterrupt."""
-        self.committed = self.digests()
+        self.committed = self.digests(state.batch)
         self.note(
             "commit",
             batch=state.batch,
@@ -308,7 +308,7 @@ class Trainer:
         """The state of local steps."""
         return self.compression.state_dict()["local_steps"] if self.plan.rounds else {}
 
-    def digests(self) -> dict[str, Any]:
+    def digests(self, batch: int) -> dict[str, Any]:
         """What lasts from commit to restore, and the parameters that are the same on all ranks."""
         rounds = self.rounds()  # averages that travel have come now, which changes residues
         states = self.compression.run.tensor_states.items()
@@ -323,7 +323,7 @@ class Trainer:
             "kept": digest(kept),
             "own": digest(self.parameters),
             "common": digest(rounds.get("common", self.parameters)),
-            "taken": rounds.get("taken", 0),
+            "taken": rounds.get("taken", batch),
             "travels": "since" in rounds,
         }
 
