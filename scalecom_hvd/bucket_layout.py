@@ -137,7 +137,7 @@ class Layout:
         # Wider offsets first: every tensor's slice is then aligned.
         for name in sorted(geometries, key=lambda name: -geometries[name].offset_bits):
             start, own = self.offsets_bytes, geometries[name]
-            self.offsets_bytes += own.k * own.offset_dtype.itemsize
+            self.offsets_bytes += own.k * own.offset_width
             self.offsets[name] = slice(start, self.offsets_bytes)
             self.narrow_bytes += own.k if own.offset_bits == 4 else 0
         self.message_bytes = self.offsets_bytes - self.narrow_bytes // 2

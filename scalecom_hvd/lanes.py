@@ -73,14 +73,19 @@ class Lanes:
         return np.dtype(np.int16) if self.rows <= 2**15 else np.dtype(np.int32)
 
     @property
+    def offset_width(self) -> int:
+        """Bytes of an offset in a buffer; 0 if each lane has one element: then there are none."""
+        return 0 if self.width and self.rows <= 1 else self.offset_dtype.itemsize
+
+    @property
     def offset_bits(self) -> int:
-        """How many bits of an offset travel: 4, 8, 16 or 32."""
-        return 4 if 0 < self.rows <= 16 and self.width else 8 * self.offset_dtype.itemsize
+        """How many bits of an offset travel: 0, 4, 8, 16 or 32."""
+        return 4 if 1 < self.rows <= 16 and self.width else 8 * self.offset_width
 
     def indices(self, offsets: NDArray[np.integer]) -> NDArray[np.int64]:
         """The flat positions (k,) of the elements at row `offsets[lane]` of each lane."""
         starts, strides = self.starts_and_strides()
-        return starts + offsets.astype(np.int64) * strides
+        return starts + offsets.astype(np.int64) * strides if self.offset_width else starts
 
     def starts_and_strides(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Each lane's first element and the distance between its elements, (k,) both."""
@@ -100,6 +105,8 @@ class Lanes:
 
     def fit(self, offsets: NDArray[np.integer]) -> bool:
         """Whether all offsets (k,) lie in their lanes."""
+        if not self.offset_width:
+            return not offsets.any()
         return bool(((offsets >= 0) & (offsets < self.lengths())).all())
 
     def groups(self) -> list[tuple[slice, int, int]]:

@@ -187,7 +187,7 @@ def check_offsets(offsets: Mapping[str, NDArray[Any]], lanes: Mapping[str, Lanes
         if (
             own is None
             or given.dtype not in (np.uint8, own.offset_dtype)
-            or (given.ndim, given.nbytes) != (1, own.k * own.offset_dtype.itemsize)
+            or (given.ndim, given.nbytes) != (1, own.k * own.offset_width)
         ):
             raise ValueError(
                 f"look-ahead's offsets of {name} belong to another model, or are damaged. Load "

@@ -58,8 +58,9 @@ static inline uint16_t store_bfloat16(float x) {
 static inline float load_float32(float x) { return x; }
 static inline double load_float64(double x) { return x; }
 
-/* The offset of one lane, of 1, 2 or 4 bytes. */
+/* The offset of one lane, of 1, 2 or 4 bytes. With 0 bytes it is 0. */
 static inline int64_t load_offset(const void *offsets, int width, int64_t lane) {
+    if (width == 0) return 0;
     if (width == 1) return ((const uint8_t *)offsets)[lane];
     if (width == 2) return ((const int16_t *)offsets)[lane];
     return ((const int32_t *)offsets)[lane];
@@ -67,7 +68,7 @@ static inline int64_t load_offset(const void *offsets, int width, int64_t lane) 
 static inline void store_offset(void *offsets, int width, int64_t lane, int64_t row) {
     if (width == 1) ((uint8_t *)offsets)[lane] = (uint8_t)row;
     else if (width == 2) ((int16_t *)offsets)[lane] = (int16_t)row;
-    else ((int32_t *)offsets)[lane] = (int32_t)row;
+    else if (width == 4) ((int32_t *)offsets)[lane] = (int32_t)row;
 }
 
 /* Whether n offsets are at least 0 and below `rows`. */
@@ -97,6 +98,7 @@ static inline int64_t full_lanes(const tensor *t) {
 /* Whether all offsets stay in their lanes. They come from other ranks and from files, so nobody
  * follows them unseen. */
 static int offsets_fit(const tensor *t, const void *offsets) {
+    if (!t->offset_width) return 1;
     offsets = (const char *)offsets + t->offsets_at;
     int64_t full = full_lanes(t);
     int64_t left = t->numel - full * t->rows; /* elements of the last group */

@@ -23,7 +23,7 @@ typedef struct {
     int64_t values_at;   /* in elements, in the buffers of values */
     int64_t scales_at;   /* in bytes, in the buffer of offsets: its scales, float32 */
     int32_t dtype; /* the gradient's; float64 gradients have float64 residues, all others float32 */
-    int32_t offset_width; /* bytes of an offset */
+    int32_t offset_width; /* bytes of an offset; 0 if all are 0, and so lie nowhere (1 row) */
     int32_t frozen;       /* no longer trained: the residue stays, and zeros are sent */
     int32_t levels;       /* values travel as integers from -levels to levels; 0: as numbers */
 } tensor;

@@ -21,7 +21,8 @@ static inline REAL NAME(usable)(GRAD_TYPE g, REAL scale, INTEGER *bad) {
 
 /* The offsets of a tile; one loop per width, so that each is a vector's load. */
 INLINE void NAME(rows_of)(INTEGER *restrict rows, tile at, const void *offsets, int width) {
-    if (width == 1)
+    if (width == 0) memset(rows, 0, at.n * sizeof *rows);
+    else if (width == 1)
         for (int l = 0; l < at.n; l++) rows[l] = (INTEGER)load_offset(offsets, 1, at.lane + l);
     else if (width == 2)
         for (int l = 0; l < at.n; l++) rows[l] = (INTEGER)load_offset(offsets, 2, at.lane + l);

@@ -171,7 +171,7 @@ class NativeKernel:
             number
             for name, g in geometries.items()
             for number in (
-                *(g.numel, g.k, g.width, g.rows, g.offset_dtype.itemsize),
+                *(g.numel, g.k, g.width, g.rows, g.offset_width),
                 *(layout.offsets[name].start, layout.values[name].start),
                 *(levels, layout.scales[name].start),
             )
@@ -329,6 +329,8 @@ def _winners(size: tf.Tensor, geometry: Lanes) -> tf.Tensor:
     With exact selection, the bytes of the offsets of the k largest, in ascending order.
     """
     dtype = tf.as_dtype(geometry.offset_dtype)
+    if not geometry.offset_width:
+        return tf.zeros([0], tf.uint8)
     if isinstance(geometry, Positions):
         # Of equal elements, top_k takes the first.
         offsets = tf.sort(tf.math.top_k(size, geometry.k, sorted=False).indices)
@@ -351,6 +353,8 @@ def _indices(geometry: Lanes, offsets: tf.Tensor) -> tf.Tensor:
     This is lanes.Lanes.indices, computed in the graph rather than stored in it.
     """
     dtype = tf.as_dtype(geometry.offset_dtype)
+    if not geometry.offset_width:
+        return tf.range(geometry.k, dtype=tf.int64)
     if dtype != tf.uint8:
         offsets = tf.bitcast(tf.reshape(offsets, [-1, dtype.size]), dtype)
     row = tf.cast(offsets, tf.int64)

@@ -110,7 +110,7 @@ class Progress(Tracked):
         """Make room for a tensor's next offsets and, for integers, its next scales."""
         lanes, device = tensor.lanes, tensor.residue.device
         self._lanes[tensor.name] = lanes
-        of, size = f"scalecom/{tensor.name}", lanes.k * lanes.offset_dtype.itemsize
+        of, size = f"scalecom/{tensor.name}", lanes.k * lanes.offset_width
         self.offsets[tensor.name] = make_variable((size,), tf.uint8, f"{of}/offsets", device)
         if tensor.levels:
             blocks = blocks_of(lanes.k)

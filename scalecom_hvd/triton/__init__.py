@@ -41,9 +41,9 @@ LARGEST_64 = tl.constexpr(int(np.float64(largest_gradient("float64")).view(np.in
 SLOTS = tl.constexpr(8)
 
 # RESIDUE: its address. NUMEL, K, FULL_LANES: as in lanes.py. ROWS, LAST_ROWS: of a full group, and
-# of the last one. OFFSET_WIDTH: in bytes. OFFSETS_AT, VALUES_AT: where its offsets and values begin
-# in their buffers, in bytes and in elements. SCALES_AT: where the scales of integers begin in the
-# buffer of offsets, in bytes. LEVELS: L of integers (integers.py); 0: values are numbers.
+# of the last one. OFFSET_WIDTH: as in lanes.py. OFFSETS_AT, VALUES_AT: where its offsets and values
+# begin in their buffers, in bytes and in elements. SCALES_AT: where the scales of integers begin in
+# the buffer of offsets, in bytes. LEVELS: L of integers (integers.py); 0: values are numbers.
 N_FIELDS = tl.constexpr(11)
 RESIDUE, NUMEL, K, FULL_LANES, ROWS, LAST_ROWS, OFFSET_WIDTH, OFFSETS_AT, VALUES_AT = (
     tl.constexpr(i) for i in range(9)
@@ -431,7 +431,8 @@ def _rows(here, offset_width, at, mask):
     elif offset_width == 2:
         row = tl.load(here.to(tl.pointer_type(tl.int16)) + at, mask=mask, other=0)
         row = row.to(tl.int32)
-    else:
+    else:  # with a width of 0 there are none, and all rows are 0
+        mask &= offset_width != 0
         row = tl.load(here.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
     return row
 
@@ -443,7 +444,7 @@ def _store_offsets(buffer, tile, row):
         tl.store(here + at, row.to(tl.uint8), mask=_is_lane(tile))
     elif tile.offset_width == 2:
         tl.store(here.to(tl.pointer_type(tl.int16)) + at, row.to(tl.int16), mask=_is_lane(tile))
-    else:
+    elif tile.offset_width == 4:
         tl.store(here.to(tl.pointer_type(tl.int32)) + at, row, mask=_is_lane(tile))
 
 

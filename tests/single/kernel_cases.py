@@ -132,7 +132,8 @@ class Case:
             index = select(m + g, shape, "exact" if isinstance(shape, Positions) else "lanes")
             starts, strides = shape.starts_and_strides()
             rows = ((index - starts) // strides).astype(shape.offset_dtype)
-            chosen[self.layout.offsets[name]] = rows.view(np.uint8)
+            if shape.offset_width:
+                chosen[self.layout.offsets[name]] = rows.view(np.uint8)
             if self.levels:
                 own = scales(self._sendable(m[index], g[index])[0], self.levels)[::BLOCK]
                 chosen[self.layout.scales[name]] = own.astype(np.float32).view(np.uint8)

@@ -40,7 +40,7 @@ class Operations:
             number
             for name, shape in case.shapes.items()
             for number in (
-                *(shape.numel, shape.k, shape.width, shape.rows, shape.offset_dtype.itemsize),
+                *(shape.numel, shape.k, shape.width, shape.rows, shape.offset_width),
                 *(places.offsets[name].start, places.values[name].start),
                 *(case.levels, places.scales[name].start),
             )

@@ -60,13 +60,13 @@ def test_fragments_are_of_about_the_same_size(sizes, count, expected):
 
 
 def test_tensors_lie_one_after_the_other_and_aligned():
-    rates = {"one byte": 10, "four bytes": 70_000, "two bytes": 1000, "one byte too": 256}
+    rates = {"none": 1, "one byte": 10, "four bytes": 70_000, "two bytes": 1000, "one too": 256}
     geometries = {name: geometry(100_001, rate, "lanes") for name, rate in rates.items()}
     layout = Layout(geometries)
     used = np.zeros(layout.offsets_bytes, int)
     for name, lanes in geometries.items():
-        where, width = layout.offsets[name], lanes.offset_dtype.itemsize
-        assert where.start % width == 0
+        where, width = layout.offsets[name], lanes.offset_width
+        assert where.start % lanes.offset_dtype.itemsize == 0
         assert where.stop - where.start == lanes.k * width
         used[where] += 1
     assert (used == 1).all()

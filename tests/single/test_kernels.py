@@ -133,10 +133,10 @@ def test_all_moves_are_numpys(kernel, numel, dtype):
 @kernels()
 @pytest.mark.parametrize("levels", [0, 3])
 def test_tensors_of_different_kinds_share_buffers(kernel, levels):
-    """Their offsets have 1, 2 and 4 bytes, and some are frozen. Gradients may lie anywhere."""
+    """Their offsets have 0, 1, 2 and 4 bytes, and some are frozen. Gradients may lie anywhere."""
     shapes = [(333, 7), (333, 40_000), (900, 300), (1000, 100), (129, 1), (500, 2.5), (4500, 64)]
     shapes = [Lanes(*shape) for shape in shapes]
-    assert {shape.offset_dtype.itemsize for shape in shapes} == {1, 2, 4}
+    assert {shape.offset_width for shape in shapes} == {0, 1, 2, 4}
     dtypes = ["float32", "bfloat16", "float16"] * 3
     mixed = "mixed dtypes" in kernel.has
     case = Case(shapes, dtypes[: len(shapes)] if mixed else ["float32"] * len(shapes), levels)

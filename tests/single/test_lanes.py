@@ -99,6 +99,16 @@ def test_blocks_hold_the_lanes_as_columns(numel, rate):
 )
 def test_offsets_travel_in_the_fewest_bytes(rate, dtype):
     assert Lanes(10**6, rate).offset_dtype == dtype
+    assert Lanes(10**6, rate).offset_width == np.dtype(dtype).itemsize * (rate > 1)
+    assert Positions(10**6, rate).offset_width == 4
+
+
+def test_lanes_of_one_element_have_no_offsets():
+    for lanes in (Lanes(10_001, 1), Lanes(1, 1.5)):
+        assert (lanes.offset_width, lanes.offset_bits) == (0, 0)
+        assert lanes.indices(np.zeros(0, np.uint8)).tolist() == list(range(lanes.numel))
+        assert lanes.fit(np.zeros(0, np.uint8))
+    assert Lanes(10_001, 2).offset_bits == 4
 
 
 def test_a_full_group_is_rate_rows_of_64():

@@ -40,9 +40,12 @@ class TensorSlot:
     scales_at: int = 0  # where its scales begin, in bytes
 
     def offsets(self, buffer: torch.Tensor) -> torch.Tensor:
-        """This tensor's offsets (k,), geometry.offset_dtype, in a buffer of bytes."""
+        """This tensor's offsets (k,), geometry.offset_dtype, in a buffer of bytes.
+
+        Empty, (0,), if each lane has one element.
+        """
         dtype = getattr(torch, str(self.geometry.offset_dtype))
-        end = self.offsets_at + self.geometry.k * dtype.itemsize
+        end = self.offsets_at + self.geometry.k * self.geometry.offset_width
         return buffer[self.offsets_at : end].view(dtype)
 
     def scales(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -222,5 +225,7 @@ def _starts_and_strides(
 def positions_of(geometry: Lanes, offsets: torch.Tensor) -> torch.Tensor:
     """The flat positions (k,), int64, that offsets (k,) stand for."""
     device = offsets.device
+    if not geometry.offset_width:
+        return torch.arange(geometry.k, device=device)
     starts, strides = _starts_and_strides(geometry, device, stream_id(device))
     return starts + offsets.long() * strides

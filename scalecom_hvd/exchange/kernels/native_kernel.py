@@ -32,7 +32,7 @@ class NativeKernel:
             row["residue"] = slot.residue.data_ptr()
             row["numel"], row["k"] = lanes.numel, lanes.k
             row["width"], row["rows"] = lanes.width, lanes.rows
-            row["offset_width"] = lanes.offset_dtype.itemsize
+            row["offset_width"] = lanes.offset_width
             row["offsets_at"], row["values_at"] = slot.offsets_at, slot.values_at
             row["levels"], row["scales_at"] = slot.levels, slot.scales_at
         self._tensors = self._table.ctypes.data, len(slots)

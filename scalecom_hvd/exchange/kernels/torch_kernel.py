@@ -170,6 +170,8 @@ def choose_by_torch(accumulator: torch.Tensor, geometry: Lanes, offsets: torch.T
     if isinstance(geometry, Positions):
         offsets.copy_(largest(accumulator, geometry.k))
         return
+    if not geometry.offset_width:
+        return
     size, lane = accumulator.abs(), 0
     for elements, groups, width in geometry.groups():
         block = size[elements]

@@ -169,7 +169,7 @@ def _fields(slot: TensorSlot) -> tuple[int, ...]:
     """A tensor's fixed fields, in scalecom_hvd/triton's order."""
     lanes = slot.geometry
     left, last = lanes.numel - lanes.full_lanes * lanes.rows, max(lanes.k - lanes.full_lanes, 1)
-    last_rows, width = -(-left // last), lanes.offset_dtype.itemsize
+    last_rows, width = -(-left // last), lanes.offset_width
     shape = lanes.numel, lanes.k, lanes.full_lanes, lanes.rows, last_rows
     places = slot.offsets_at, slot.values_at, slot.scales_at
     return slot.residue.data_ptr(), *shape, width, *places, slot.levels
