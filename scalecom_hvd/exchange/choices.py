@@ -55,9 +55,9 @@ class Choices:
         """The inverse of `split`. It copies nothing if all are views of one buffer."""
         parts = [choice[name]["offsets"] for name in self._slots]
         storage = parts[0].untyped_storage()  # views of another dtype do not know what they view
-        starts = [storage.data_ptr() + slot.offsets_at for slot in self._slots.values()]
+        starts = [(storage.data_ptr(), slot.offsets_at) for slot in self._slots.values()]
         whole = storage.nbytes() == self._layout.offsets_bytes
-        if whole and starts == [part.data_ptr() for part in parts]:
+        if whole and starts == [_place(part) for part in parts]:
             return torch.empty(0, dtype=torch.uint8, device=parts[0].device).set_(storage)
         buffer = self._buffers[1]  # no state views this one, or it would have been found above
         for (name, slot), part in zip(self._slots.items(), parts, strict=True):
@@ -83,3 +83,8 @@ class Choices:
             cut = len(choice) - narrow
             choice[:cut] = message[:cut]
             unpack_halves(message[cut:], choice[cut:])
+
+
+def _place(view: torch.Tensor) -> tuple[int, int]:
+    """Where a view lies, even an empty one: its storage's address, and the bytes before it."""
+    return view.untyped_storage().data_ptr(), int(view.storage_offset()) * view.element_size()
