@@ -32,37 +32,12 @@ def command(
     """
     python = [str(interpreter), *program]
     if launcher == "mpirun":
-        return [
-            find("mpirun"),
-            "--oversubscribe",
-            "--bind-to",
-            "none",
-            *["--tag-output"] * tagged,
-            "-np",
-            str(ranks),
-            *python,
-        ]
-    if launcher == "horovodrun":
-        return [
-            find("horovodrun"),
-            "--mpi",
-            "--mpi-args=--oversubscribe",
-            "-np",
-            str(ranks),
-            "-H",
-            f"localhost:{ranks}",
-            *python,
-        ]
-    if launcher == "horovodrun --gloo":
-        return [
-            find("horovodrun"),
-            "--gloo",
-            "-np",
-            str(ranks),
-            "-H",
-            f"localhost:{ranks}",
-            *python,
-        ]
+        options = ["--oversubscribe", "--bind-to", "none", *["--tag-output"] * tagged]
+        return [find("mpirun"), *options, "-np", str(ranks), *python]
+    if launcher in ("horovodrun", "horovodrun --gloo"):
+        over = ["--mpi", "--mpi-args=--oversubscribe"] if launcher == "horovodrun" else ["--gloo"]
+        where = ["-np", str(ranks), "-H", f"localhost:{ranks}"]
+        return [find("horovodrun"), *over, *where, *python]
     if launcher == "torchrun":
         torchrun = [str(interpreter), "-m", "torch.distributed.run", "--standalone"]
         return [*torchrun, "--nproc-per-node", str(ranks), *program]

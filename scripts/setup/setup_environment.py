@@ -1,10 +1,9 @@
 """Make the development environment `.venv`: pinned packages, Horovod 0.28.1, and this package.
 
 Horovod is built from source. `make setup` (and so `make demo` and `make test`) calls this with any
-Python. It uses only the standard library. But if `uv` is on the PATH, it installs packages by uv,
-which is faster than pip. A step is skipped if its result exists already, so a second call takes
-well under a second. The built Horovod wheel is kept in a cache outside the checkout, because
-building it takes minutes.
+Python. It uses only the standard library and pip. A step is skipped if its result exists already,
+so a second call takes well under a second. The built Horovod wheel is kept in a cache outside the
+checkout, because building it takes minutes.
 
 With --gpu torch is a build for CUDA 12 or 13, and Horovod is built with NCCL. TensorFlow is left
 out: Horovod's operations for GPUs do not link with tensorflow-cpu.
@@ -51,15 +50,6 @@ NCCL_SETTINGS = ("HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB"
 STAMP = "setup.json"
 STARTED = time.time()
 TELL_EVERY = 30  # seconds
-# uv does not read pip's settings. These are its own names for them.
-UVS_NAMES = {
-    "index-url": "UV_DEFAULT_INDEX",
-    "extra-index-url": "UV_EXTRA_INDEX_URL",
-    "find-links": "UV_FIND_LINKS",
-    "default-timeout": "UV_HTTP_TIMEOUT",
-    "timeout": "UV_HTTP_TIMEOUT",
-    "cert": "SSL_CERT_FILE",
-}
 
 
 class SetupError(Exception):
@@ -274,34 +264,9 @@ def last_line(log: Path) -> None:
 
 
 def pip_install(venv: Path, log: Path, *packages: str | Path) -> None:
-    """Install what pip's arguments name, by uv if it exists, or else by pip."""
-    python = venv / "bin" / "python"
-    if uv := shutil.which("uv"):
-        # Do as pip does: take the best version, whichever index it is from.
-        command = [uv, "pip", "install", "--python", python, "--index-strategy=unsafe-best-match"]
-        told = uv_settings(output_of([str(python), "-m", "pip", "config", "list"]))
-        try:
-            run([*command, *packages], log, last_line, env=told | os.environ)
-            return
-        except SetupError:
-            say(f"uv failed (see {log}): trying pip")
-    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--prefer-binary"]
-    run([*pip, *packages], log, last_line)
-
-
-def uv_settings(pip_settings: str) -> dict[str, str]:
-    """pip's settings (PIP_..., pip.conf), as variables of uv.
-
-    pip_settings: what `pip config list` prints.
-    """
-    lines = re.findall(r"^(global|install|:env:)\.([\w-]+)='(.*)'$", pip_settings, re.MULTILINE)
-    sections = ("global", "install", ":env:")  # later sections win
-    told = {}
-    for _, name, value in sorted(lines, key=lambda line: sections.index(line[0])):
-        if name in UVS_NAMES:
-            parts = value.replace("\\n", " ").split()
-            told[UVS_NAMES[name]] = ("," if name == "find-links" else " ").join(parts)
-    return told
+    """Install what pip's arguments name."""
+    pip = [venv / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check"]
+    run([*pip, "--prefer-binary", *packages], log, last_line)
 
 
 def install_packages(venv: Path, mpicxx: str | None, cuda: Cuda | None, log: Path) -> None:

@@ -1,6 +1,6 @@
 """The set-up names what a machine lacks, and does nothing twice.
 
-uv gets the same settings as pip. For GPUs the set-up finds CUDA and NCCL.
+For GPUs it finds CUDA and NCCL.
 """
 
 import os
@@ -64,62 +64,6 @@ def test_a_second_set_up_does_nothing(run):
     run(["make", "setup", f"PYTHON={sys.executable}"], cwd=ROOT, limit=600)
     output = run(["make", "setup", f"PYTHON={sys.executable}"], cwd=ROOT)
     assert "[setup" not in output
-
-
-# A substitute for uv. It writes down how it was called, and exits with the given code.
-UV = """#!/bin/sh
-echo "$UV_EXTRA_INDEX_URL" "$@" >> "$0.called"
-exit {code}
-"""
-
-
-@pytest.fixture
-def uv(bare, monkeypatch):
-    """uv(code) puts a uv on the PATH that exits with this code.
-
-    It returns the file that says how uv was called.
-    """
-
-    def put(code):
-        (bare / "uv").write_text(UV.format(code=code))
-        (bare / "uv").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{bare}{os.pathsep}{os.environ['PATH']}")
-        monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://index.example/simple")
-        monkeypatch.delenv("UV_EXTRA_INDEX_URL", raising=False)
-        return bare / "uv.called"
-
-    return put
-
-
-def test_uv_installs_where_there_is_one(uv, tmp_path):
-    called = uv(code=0)
-    setup.pip_install(Path(sys.prefix), tmp_path / "log", "some_package")
-    assert called.read_text().startswith("https://index.example/simple pip install --python ")
-    assert called.read_text().endswith(" some_package\n")
-
-
-def test_pip_installs_where_uv_cannot(uv, tmp_path, capsys):
-    called = uv(code=2)
-    # pip finds that setuptools is already installed.
-    setup.pip_install(Path(sys.prefix), tmp_path / "log", "--no-index", "setuptools")
-    assert called.exists()
-    assert "uv failed" in capsys.readouterr().out
-    assert "-m pip install" in (tmp_path / "log").read_text()
-
-
-def test_what_pip_is_told_in_words_of_uv():
-    listed = (
-        ":env:.find-links='/one /two'\n"
-        "global.extra-index-url='https://a.example\\nhttps://b.example'\n"
-        "global.find-links='/three'\n"
-        "install.cert='/cert'\n"
-        "freeze.timeout='3'\n"
-    )
-    assert setup.uv_settings(listed) == {
-        "UV_FIND_LINKS": "/one,/two",
-        "UV_EXTRA_INDEX_URL": "https://a.example https://b.example",
-        "SSL_CERT_FILE": "/cert",
-    }
 
 
 def test_progress_is_told_while_a_command_runs(tmp_path, monkeypatch, capsys):
