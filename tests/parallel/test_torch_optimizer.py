@@ -117,7 +117,7 @@ def test_hooks_fire_in_another_order_on_every_rank(mode):
     assert_nothing_is_lost(model, compressor, came, hvd.size())
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("mode", [*MODES, STOCK], ids=str)
 def test_a_step_that_overflows_on_one_rank_never_happened(mode):
     """A gradient too large for a residue (config.largest_gradient) is as bad as one not finite."""
     overflowing = {0: np.inf, 3: np.nan, 4: 1e38, 7: -np.inf, 8: -1e38}
@@ -133,7 +133,9 @@ def test_a_step_that_overflows_on_one_rank_never_happened(mode):
         feed(model, grads)
         optimizer.synchronize()
         if step in overflowing:
-            assert all(p.grad.isnan().all() for p in model.values())
+            shown = all(p.grad.isnan().all() for p in model.values())
+            # In Horovod's own optimizer the other gradients do not show it.
+            assert shown or (mode == STOCK and not model["second"].grad.isfinite().all())
             continue
         with optimizer.skip_synchronize():
             optimizer.step()

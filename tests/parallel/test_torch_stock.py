@@ -7,29 +7,41 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from models import SHAPES, assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
+from models import (
+    SHAPES,
+    assert_nothing_is_lost,
+    came_in,
+    feed,
+    gradients,
+    parameters,
+    same_on_all_ranks,
+    wrap,
+)
 from parity import run_against_reference
 
+import scalecom_hvd.torch as dropin
 from scalecom_hvd.reference import ScaleComReference
 from scalecom_hvd.torch import ScaleCom
 
 
-@pytest.mark.parametrize(("rate", "beta"), [(100, 1.0), (7, 0.3)])
-def test_against_the_oracle(rate, beta):
-    run_against_reference(stock=True, rate=rate, beta=beta)
+def optimizer_of(model, compression, lr=0.1):
+    sgd = torch.optim.SGD(model.values(), lr=lr)
+    return hvd.DistributedOptimizer(sgd, model.items(), compression=compression)
 
 
-def test_float16_gradients():
-    run_against_reference(np.float16, stock=True, rate=20, beta=0.5, tolerance=1e-3)
-
-
-def test_exact_selection_and_warm_up():
-    run_against_reference(stock=True, steps=20, rate=30, selection="exact", warmup_steps=4)
-
-
-@pytest.mark.parametrize("warmup_steps", [0, 3])
-def test_integers_of_few_bits(warmup_steps):
-    run_against_reference(stock=True, rate=16, bits=3, beta=0.3, warmup_steps=warmup_steps)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rate": 100, "beta": 1.0},
+        {"rate": 7, "beta": 0.3},
+        {"rate": 20, "beta": 0.5, "dtype": np.float16, "tolerance": 1e-3},
+        {"rate": 30, "selection": "exact", "warmup_steps": 4, "steps": 20},
+        *({"rate": 16, "bits": 3, "beta": 0.3, "warmup_steps": steps} for steps in (0, 3)),
+    ],
+    ids=str,
+)
+def test_parity(settings):
+    run_against_reference(stock=True, **settings)
 
 
 @pytest.mark.parametrize(
@@ -40,14 +52,8 @@ def test_integers_are_what_the_script_asks_for(bits, options):
     """Horovod sums, divides before, or divides after, and does not tell a compressor which."""
     shapes = {"weight": (70, 100), "bias": (40,)}
     model = parameters(shapes)
-    compressor = ScaleCom(named_parameters=model.items(), rate=16, bits=bits, min_numel=2)
+    optimizer, compressor = wrap(hvd, model, 0.0, options=options, rate=16, bits=bits, min_numel=2)
     reference = ScaleComReference(hvd.size(), shapes, compressor.config.replace(lookahead=True))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=0.0),
-        named_parameters=model.items(),
-        compression=compressor,
-        **options,
-    )
     for step in range(6):
         everyone = [gradients(shapes, rank, step) for rank in range(hvd.size())]
         if step == 4:
@@ -64,45 +70,10 @@ def test_integers_are_what_the_script_asks_for(bits, options):
         optimizer.zero_grad()
 
 
-def test_a_step_that_overflows_on_one_rank_never_happened():
-    model = parameters(SHAPES)
-    compressor = ScaleCom(named_parameters=model.items(), rate=20, beta=0.5, min_numel=100)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=0.1),
-        named_parameters=model.items(),
-        compression=compressor,
-    )
-    overflowing = {3: np.inf, 5: 1e38}
-    for step in range(8):
-        grads = gradients(SHAPES, hvd.rank(), step)
-        overflows = step in overflowing
-        if overflows and hvd.rank() == step % hvd.size():
-            grads["second"][1, 7] = overflowing[step]
-        before = {name: t.residue.clone() for name, t in compressor.residues.tensors.items()}
-        optimizer.zero_grad()
-        feed(model, grads)
-        optimizer.synchronize()
-        assert all(p.grad.isfinite().all() for p in model.values()) == (not overflows)
-        if overflows:
-            for name, tensor in compressor.residues.tensors.items():
-                torch.testing.assert_close(tensor.residue, before[name], rtol=1e-5, atol=1e-5)
-        else:
-            with optimizer.skip_synchronize():
-                optimizer.step()
-    assert compressor.stats()["step"] == 6
-    assert compressor.stats()["skipped_steps"] == 2
-    assert same_on_all_ranks(model.values())
-
-
 @pytest.mark.parametrize("compression", [ScaleCom, "without parameters"])
 def test_stock_needs_the_parameters(compression):
     model = parameters(SHAPES)
-    compression = ScaleCom() if isinstance(compression, str) else compression
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=0.1),
-        named_parameters=model.items(),
-        compression=compression,
-    )
+    optimizer = optimizer_of(model, ScaleCom() if isinstance(compression, str) else compression)
     with pytest.raises(
         TypeError,
         match=r"Write compression=ScaleCom\(named_parameters=model.named_parameters\(\)\)",
@@ -128,9 +99,7 @@ def test_names_given_to_scalecom():
     ):
         with pytest.raises(ValueError, match=message):
             ScaleCom(names)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=0.1), compression=ScaleCom(list(model.items())[:2])
-    )
+    optimizer = optimizer_of(model, ScaleCom(list(model.items())[:2]))
     with pytest.raises(TypeError, match="cannot tell which parameter's gradient"):
         feed(model, gradients(SHAPES, hvd.rank(), 0))
         optimizer.synchronize()
@@ -145,18 +114,15 @@ def test_tied_parameters_go_by_one_name():
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.values(), lr=1.0), iter(named), compression=compressor
     )
-    total = {name: np.zeros(shape, np.float64) for name, shape in shapes.items()}
     for step in range(6):
         optimizer.zero_grad()
         grads = gradients(shapes, hvd.rank(), step)
         for name in list(shapes)[:: 1 if hvd.rank() % 2 else -1]:
             (model[name] * torch.as_tensor(grads[name])).sum().backward()
         optimizer.step()
-        for rank in range(hvd.size()):
-            for name, grad in gradients(shapes, rank, step).items():
-                total[name] += grad
     assert list(compressor.residues.tensors) == ["first", "middle"]
     assert same_on_all_ranks(model.values())
+    total = came_in(range(hvd.size()), range(6), shapes)
     assert_nothing_is_lost(model, compressor, total, hvd.size())
 
 
@@ -188,36 +154,25 @@ def test_a_sparse_embedding_that_a_later_step_does_not_use():
 
 
 def test_one_object_for_two_optimizers():
-    model = parameters({"a": (4096,), "b": (4096,)})
+    shapes = {"a": (4096,), "b": (4096,)}
+    model = parameters(shapes)
     shared = ScaleCom(model.items(), rate=4)
-    optimizers = [
-        hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), [(name, p)], shared)
-        for name, p in model.items()
-    ]
-    feed(model, gradients({"a": (4096,), "b": (4096,)}, hvd.rank(), 0), skip=["b"])
+    optimizers = [optimizer_of({name: p}, shared) for name, p in model.items()]
+    feed(model, gradients(shapes, hvd.rank(), 0), skip=["b"])
     optimizers[0].step()
-    feed(model, gradients({"a": (4096,), "b": (4096,)}, hvd.rank(), 1), skip=["a"])
+    feed(model, gradients(shapes, hvd.rank(), 1), skip=["a"])
     with pytest.raises(ValueError, match="Make one for each"):
         optimizers[1].step()
 
 
 def test_a_dropin_optimizers_object_compresses_nothing_else():
-    import scalecom_hvd.torch as dropin
-
-    model = parameters(SHAPES)
-    optimizer = dropin.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=dropin.ScaleCom
-    )
+    optimizer, compressor = wrap(dropin, parameters(SHAPES))
     with pytest.raises(TypeError, match="compresses nothing else"):
-        hvd.allreduce(torch.zeros(5), compression=optimizer.compression)
+        hvd.allreduce(torch.zeros(5), compression=compressor)
 
 
 def test_stats_before_the_first_step_of_an_elastic_run():
-    model = parameters(SHAPES)
-    compressor = ScaleCom(model.items(), rate=20)
-    hvd.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor
-    )
+    _, compressor = wrap(hvd, parameters(SHAPES), rate=20)
     compressor.rejoin()
     stats = compressor.stats()
     assert (stats["step"], stats["collectives"]) == (0, 0)
