@@ -1,7 +1,7 @@
 """ScaleComConfig: every hyper-parameter, validated once, and which tensor is sent at which rate.
 
 Framework-free and immutable. Compressors of every framework, the reference and the command line
-read the same object. Imports integers only.
+read the same object. Imports integers and stages.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Literal, cast
 import yaml
 
 from scalecom_hvd.integers import levels_of
+from scalecom_hvd.stages import LADDER, START, Stage
 
 ENVIRONMENT_PREFIX = "SCALECOM_"
 # Variables with the prefix that are not fields: they choose how the library runs, not what it
@@ -39,12 +40,16 @@ class ScaleComConfig:
         ValueError: a field has a value that cannot work.
     """
 
-    rate: float = cast(float, None)
+    rate: float | Mapping[int, float] | Literal["auto"] = cast(float, None)
     """One element in `rate` is sent (N/k).
 
     What counts is how often each element is sent: steps / rate times. If that is less than about 5
-    (60 for a language model), every method loses accuracy, so lower the rate for short runs. None:
-    8 with few bits, 100 with 32.
+    (60 for a language model), every method loses accuracy, so lower the rate for short runs. 1:
+    everything is sent, in few bits if you give `bits`, and whole otherwise. None: 8 with few bits,
+    100 with 32.
+
+    {0: 4, 300: 16} is a schedule: from each step on, the rate that holds. "auto" finds the rate,
+    and the bits, during training (stages.py, rate_controller.py). Both are for PyTorch.
     """
 
     beta: float = cast(float, None)
@@ -103,7 +108,7 @@ class ScaleComConfig:
     """Rates of some parameters, by globs on their names.
 
     An example is {"conv*": 25, "embed.*": 400}. The first match wins, and other parameters get
-    `rate`. "auto:output" is a name here too: `rates={"auto:output": 4}`.
+    `rate`. 1: sent whole. "auto:output" is a name here too: `rates={"auto:output": 4}`.
     `rates_from_flops(model, example_inputs, batch_size)` computes the rates of the paper's guide,
     which is meant for 32 bits.
     """
@@ -116,17 +121,10 @@ class ScaleComConfig:
     """
 
     warmup_steps: int = 0
-    """How many first steps are the warm-up.
+    """How many first steps are sent whole.
 
     A warm-up costs traffic, and few bits do not need one. With 32 bits, take a tenth of the run's
-    steps.
-    """
-
-    warmup_rate: float = 1
-    """The rate during the warm-up, for tensors whose own rate is higher. 1: all is sent whole.
-
-    A higher rate saves traffic at the start. What the warm-up does not send waits in the residues
-    for the steps after it. In TensorFlow a warm-up is always sent whole.
+    steps. For a warm-up at a low rate, give a schedule: `rate={0: 4, 300: 16}`.
     """
 
     selection: Literal["lanes", "exact"] = "lanes"
@@ -160,7 +158,8 @@ class ScaleComConfig:
     values then travel at the same cost: with four workers, 4 bits at rate 8 cost as much as 32 bits
     at rate 33. The rounding error stays in the residue. Bytes grow with the logarithm of the number
     of workers. 32: values travel as the residue has them, which is the paper's form. None: 4, but
-    32 with a quantiser, or with a method that does not support few bits.
+    32 with a quantiser, or with a method that does not support few bits. With rate="auto" leave it
+    out.
     """
 
     bucket_bytes: int = 25 * 2**20
@@ -186,7 +185,8 @@ class ScaleComConfig:
 
         may_be_none = ("rate", "bits", "beta", "nu", "outliers", "max_norm", "total_steps")
         for names, checked in (
-            (("rate", "warmup_rate", "beta", "nu", "outliers", "max_norm"), checked_number),
+            (("rate",), _rate),
+            (("beta", "nu", "outliers", "max_norm"), checked_number),
             (("min_numel", "bits", "bucket_bytes", "total_steps", "warmup_steps"), _integer),
         ):
             for name in names:
@@ -213,14 +213,7 @@ class ScaleComConfig:
             fix("rates", {str(g): checked_number(f"rates[{g!r}]", r) for g, r in rates.items()})
 
     def _check_ranges(self) -> None:
-        rates = {f"rates[{glob!r}]": rate for glob, rate in (self.rates or {}).items()}
-        own = {"rate": self.rate, "warmup_rate": self.warmup_rate}
-        for name, rate in {**own, **rates}.items():
-            if rate is not None and not (1 <= rate < math.inf):
-                raise ValueError(
-                    f"{name} must be at least 1 and finite, not {rate}. It is the number of "
-                    "elements of which one is sent (1: all are sent)"
-                )
+        self._check_rates()
         if self.outliers is not None and not 1 <= self.outliers < math.inf:
             raise ValueError(
                 f"outliers must be at least 1 and finite, or None, not {self.outliers}. It is how "
@@ -256,7 +249,46 @@ class ScaleComConfig:
                 f"bits must be from 2 to 8, or 32 (values are not quantised), not {self.bits}. 3 "
                 "is best for most models"
             )
+        self._check_stages()
         self._check_automatic()
+
+    def _check_rates(self) -> None:
+        if isinstance(self.rate, Mapping) and min(self.rate, default=1) != 0:
+            raise ValueError(
+                "rate as a schedule must map first steps to rates, from step 0 on, such as "
+                f"{{0: 4, 300: 16}}, not {dict(self.rate)!r}"
+            )
+        rates = {f"rates[{glob!r}]": rate for glob, rate in (self.rates or {}).items()}
+        if isinstance(self.rate, Mapping):
+            rates |= {f"rate[{step}]": rate for step, rate in self.rate.items()}
+        elif isinstance(self.rate, float):
+            rates["rate"] = self.rate
+        for name, rate in rates.items():
+            if not 1 <= rate < math.inf:
+                raise ValueError(
+                    f"{name} must be at least 1 and finite, not {rate}. It is the number of "
+                    "elements of which one is sent (1: all are sent)"
+                )
+
+    def _check_stages(self) -> None:
+        """Raise ValueError for settings that rate="auto", or every element in few bits, exclude."""
+        if self.rate == "auto":
+            others = {
+                f"bits={self.bits}": self.bits not in (None, LADDER[START].bits),
+                "lookahead=True": self.lookahead,
+                f"warmup_steps={self.warmup_steps}": self.warmup_steps > 0,
+            }
+            if excluded := [setting for setting, is_given in others.items() if is_given]:
+                raise ValueError(
+                    f"rate='auto' chooses by itself what {excluded[0]} would set: leave that out, "
+                    "or give a rate"
+                )
+        rates = self.rate.values() if isinstance(self.rate, Mapping) else [self.rate]
+        if self.selection == "exact" and ("auto" in rates or (1 in rates and self.levels)):
+            raise ValueError(
+                "selection='exact' has nothing to choose where every element is sent: leave it "
+                "out, or give a rate above 1"
+            )
 
     def _check_automatic(self) -> None:
         for setting, globs in (("dense", self.dense), ("rates", self.rates or ())):
@@ -300,18 +332,30 @@ class ScaleComConfig:
                 may stay None, which lets each tensor's rate decide.
             knows_bits: whether values can be integers of few bits.
         """
-        rate, bits, nu, beta = self.rate, self.bits, self.nu, self.beta
+        rate, rates, bits, nu, beta = self.rate, self.rates, self.bits, self.nu, self.beta
+        warmup = self.warmup_steps
+        if isinstance(rate, Mapping):
+            # A start at which all is sent whole is a warm-up.
+            while len(rate) > 1 and rate[0] == 1 and bits in (None, 32):
+                _, (step, second), *later = sorted(rate.items())
+                warmup, rate = max(warmup, step), {0: second, **dict(later)}
+            if len(rate) == 1:
+                rate = rate[0]
         if nu is None and not mixes_momentum:
             nu = 1.0
-        if None not in (rate, bits, beta) and nu == self.nu:
-            return self
         if bits is None:
+            if rate == 1:  # without bits, it means whole
+                rates = {**(rates or {}), "*": 1.0}
             bits = 4 if knows_bits else 32
         if rate is None:
             rate = 8.0 if bits < 32 else 100.0
         if beta is None:
             beta = 0.2 if nu == 1 else 1.0
-        return dataclasses.replace(self, rate=rate, bits=bits, nu=nu, beta=beta)
+        found: dict[str, Any] = {"rate": rate, "rates": rates, "bits": bits, "nu": nu, "beta": beta}
+        found["warmup_steps"] = warmup
+        if all(getattr(self, name) == value for name, value in found.items()):
+            return self
+        return dataclasses.replace(self, **found)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts, which `ScaleComConfig(**d)` reads.
@@ -320,18 +364,26 @@ class ScaleComConfig:
         """
         fields = dataclasses.asdict(self)
         fields["dense"] = list(self.dense)
-        if self.rates is not None:  # as pairs, because the first match wins
-            fields["rates"] = [list(pair) for pair in self.rates.items()]
+        for name in ("rate", "rates"):  # as pairs: JSON has no numbers as keys, and order matters
+            if isinstance(given := getattr(self, name), Mapping):
+                fields[name] = [list(pair) for pair in given.items()]
         return fields
 
     @property
-    def whole_steps(self) -> int:
-        """How many first steps are sent whole."""
-        return self.warmup_steps if self.warmup_rate == 1 else 0
+    def stages(self) -> list[tuple[int, Stage]]:
+        """The first step of each stage, and what it sends. With rate="auto": of the first rung."""
+        own = self.resolved()
+        if own.rate == "auto":
+            return [(0, LADDER[START])]
+        rates = own.rate if isinstance(own.rate, Mapping) else {0: own.rate}
+        return [(step, Stage(rate, own.bits)) for step, rate in sorted(rates.items())]
 
-    def rate_in_warmup(self, rate: float) -> float:
-        """The rate, in a warm-up that is not sent whole, of a tensor whose own rate is this."""
-        return min(rate, self.warmup_rate) if self.warmup_steps and self.warmup_rate > 1 else rate
+    @property
+    def has_fixed_rate(self) -> bool:
+        """Whether one rate holds in the whole run, and leaves a choice, or sends all whole."""
+        rate = self.resolved().rate
+        all_in_few_bits = rate == 1 and "*" not in (self.rates or ()) and self.levels > 0
+        return isinstance(rate, float) and not all_in_few_bits
 
     @property
     def levels(self) -> int:
@@ -406,8 +458,8 @@ class ScaleComConfig:
         """The dtype of residues for gradients of this dtype. It is never less than float32."""
         return self.residue_dtype or ("float64" if grad_dtype == "float64" else "float32")
 
-    def rates_for(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
-        """The rate of every tensor; 1 means sent whole.
+    def rates_for(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float | None]:
+        """Every tensor's own rate: 1 if it is always sent whole, None if `rate` says it.
 
         Args:
             shapes: {name: shape} of all tensors, in the order of the model's layers.
@@ -422,8 +474,9 @@ class ScaleComConfig:
                 chosen.setdefault(name, rate)
         least = max(self.min_numel, 1)  # an empty tensor has nothing to compress
         whole.update(name for name, shape in shapes.items() if math.prod(shape) < least)
-        rate = self.resolved().rate if self.rate is None else self.rate
-        return {name: 1.0 if name in whole else chosen.get(name, rate) for name in shapes}
+        sends_all = all(stage.is_whole for _, stage in self.stages)
+        rest = 1.0 if sends_all else None
+        return {name: 1.0 if name in whole else chosen.get(name, rest) for name in shapes}
 
 
 def largest_gradient(residue_dtype: str) -> float:
@@ -447,6 +500,18 @@ def checked_number(name: str, value: object) -> float:
     return float(value)
 
 
+def _rate(name: str, value: object) -> float | dict[int, float] | str:
+    if isinstance(value, Mapping | list | tuple):  # a state has pairs
+        given = dict(value)
+        return {_integer(f"a step of {name}", s): checked_number(name, given[s]) for s in given}
+    if isinstance(value, str) and value != "auto":
+        raise TypeError(
+            f"{name} must be a number, a schedule such as {{0: 4, 300: 16}}, or 'auto', not "
+            f"{value!r}"
+        )
+    return "auto" if value == "auto" else checked_number(name, value)
+
+
 def _integer(name: str, value: object) -> int:
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         number = cast(float, value)  # numbers.Real promises no __int__, but each has one
@@ -468,6 +533,7 @@ def _check_names(names: Iterable[str], complaint: str, spell: Callable[[str], st
                 "step_ahead": "gradients are no longer computed a step ahead, and the optimizer's "
                 "momentum does the same for accuracy. Leave it out, or give "
                 f"{spell('nu')}=1 where it was 0",
+                "warmup_rate": "a schedule does the same: rate={0: 4, 300: 16}",
                 "wire_dtype": "values no longer travel in float16. Give "
                 f"{spell('bits')}=8, which is less",
             } | dict.fromkeys(OPTIMIZERS_ARGUMENTS, "that is an argument of DistributedOptimizer")

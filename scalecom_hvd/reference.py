@@ -23,7 +23,7 @@ indices where its new gradient does not point the other way: there v is larger b
 With `bits` below 32 (not in the paper either), v̂ is an integer times a scale. The leader gives one
 scale to each block of its values. With look-ahead, the leader chooses at the end of a step for the
 next one. After an outlier, a worker scales its residue down (recent_norms.py). The code is slow
-and short on purpose. Imports NumPy, config, lanes, integers and recent_norms.
+and short on purpose. Imports NumPy, config, lanes, integers, recent_norms and stages.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scalecom_hvd.config import ScaleComConfig, largest_gradient
-from scalecom_hvd.integers import BLOCK, SMALLEST_SCALE, scale_divisor
+from scalecom_hvd.integers import BLOCK, SMALLEST_SCALE, levels_of, scale_divisor
 from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.recent_norms import RecentNorms
+from scalecom_hvd.stages import LADDER, START, WHOLE, Stage
 
 Array = NDArray[np.floating]
 Indices = NDArray[np.int64]
@@ -56,6 +57,7 @@ class ScaleComReference:
         residues: m, one {name: array shaped like the tensor} per worker.
         step_number: t, the number of steps taken.
         selections: I, {name: flat indices (k,)} of the last step's compressed tensors.
+        rung: the rung of rate="auto" (stages.py), which `take_rung` changes.
     """
 
     def __init__(
@@ -69,6 +71,9 @@ class ScaleComReference:
         self.config = config.resolved()
         self.shapes = dict(shapes)
         self.rates = self.config.rates_for(self.shapes)
+        self.rung = START if self.config.rate == "auto" else None
+        self._rung_since = 0
+        self._stage = self._stage_at(0)
         self.bucket_of = {
             name: b for b, names in enumerate(buckets or [list(self.shapes)]) for name in names
         }
@@ -104,10 +109,24 @@ class ScaleComReference:
         self.selections = {}
         averages = self._average(everyone)
         self.step_number += 1
-        ends = self.step_number == self.config.warmup_steps and self.config.warmup_rate > 1
-        if ends and any(rate > self.config.warmup_rate for rate in self.rates.values()):
-            self._chosen_ahead = {}  # it has the warm-up's lanes
+        self._enter_stage()
         return averages
+
+    def take_rung(self, rung: int) -> None:
+        """Go on on this rung from the next step on."""
+        if rung != self.rung:
+            self.rung, self._rung_since = rung, self.step_number
+            self._enter_stage()
+
+    def _stage_at(self, step: int) -> Stage:
+        if self.rung is not None:
+            return LADDER[self.rung]
+        return [stage for first, stage in self.config.stages if first <= step][-1]
+
+    def _enter_stage(self) -> None:
+        before, self._stage = self._stage, self._stage_at(self.step_number)
+        if self._stage != before:
+            self._chosen_ahead = {}  # it has the lanes of the stage before
 
     def _average(self, grads: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
         return {
@@ -121,7 +140,9 @@ class ScaleComReference:
         return bool(is_good(self._in_residue_dtype(grad)).all())
 
     def _is_sent_whole(self, name: str) -> bool:
-        starts = self.step_number < self.config.whole_steps
+        starts = self.step_number < self.config.warmup_steps
+        # On the rung "whole", the first step sends what waits.
+        starts = starts or (self.rung == WHOLE and self.step_number > self._rung_since)
         nothing_chosen = self.config.lookahead and name not in self._chosen_ahead
         return self.rates[name] == 1 or starts or nothing_chosen
 
@@ -168,7 +189,7 @@ class ScaleComReference:
         for i in range(self.n_workers):
             v = self._value(m[i][I], grad[i][I])  # (1)
             if scale is not None:
-                v = integers(v, scale, self.config.levels) * scale
+                v = integers(v, scale, levels_of(self._stage.bits)) * scale
             m[i][I] -= beta * v
             m[i] += beta * grad[i]  # (2)
             sent.append(v)
@@ -191,7 +212,7 @@ class ScaleComReference:
         """I, and the scales of v there, as the leader of a step chooses them."""
         j = self.leader(name, step)
         I = self._top_k(name, m[j] + grad[j])
-        levels = self.config.levels
+        levels = levels_of(self._stage.bits)
         return I, scales(self._value(m[j][I], grad[j][I]), levels) if levels else None
 
     def _choose_first(self, name: str, m: list[Array], grad: list[Array]) -> None:
@@ -203,10 +224,8 @@ class ScaleComReference:
         self._chosen_ahead[name] = self._choose(name, self.step_number + 1, m, guess)
 
     def _top_k(self, name: str, acc: Array) -> Indices:
-        rate, config = self.rates[name], self.config
-        if self.step_number < config.warmup_steps:
-            rate = config.rate_in_warmup(rate)
-        return select(acc, Lanes(acc.size, rate), config.selection)
+        rate = self.rates[name] or self._stage.rate
+        return select(acc, Lanes(acc.size, rate), self.config.selection)
 
 
 def select(accumulator: Array, lanes: Lanes, selection: str) -> Indices:

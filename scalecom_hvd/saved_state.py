@@ -22,10 +22,9 @@ Saved = Mapping[str, Any]
 STATE_VERSION = 2
 WITHOUT = "go on without loading the state (the residues start at zero)"
 # Settings that may differ between a checkpoint and the run that loads it: residues mean the same.
-_WARMUP = ("warmup_steps", "warmup_rate")
 # Settings of earlier releases, which do not matter either.
-_GONE = ("step_ahead", "wire_dtype")
-_FREE_SETTINGS = (*_WARMUP, *_GONE, "total_steps", "flush", "nu", "outliers", "max_norm")
+_GONE = ("step_ahead", "wire_dtype", "warmup_rate")
+_FREE_SETTINGS = ("warmup_steps", *_GONE, "total_steps", "flush", "nu", "outliers", "max_norm")
 # Settings that may also differ for ScaleCom. They may not for other methods and quantisers, which
 # draw, or choose, bucket by bucket. (If leaders are staggered, they take other turns.)
 _FREE_FOR_SCALECOM = ("bucket_bytes",)
@@ -71,9 +70,8 @@ def check_state(
 
 
 def without_choice(state: Saved, config: ScaleComConfig) -> dict[str, Any]:
-    """The state. If this run's warm-up differs, lanes may too: look-ahead's choice is left out."""
-    mine, saved = config.to_dict(), state["config"]
-    if all(mine[name] == saved.get(name, mine[name]) for name in _WARMUP):
+    """The state. If the warm-up of this run ends later, look-ahead's choice is left out."""
+    if config.warmup_steps == state["config"].get("warmup_steps", config.warmup_steps):
         return dict(state)
     kept = {key: value for key, value in state.items() if key != "offsets"}
     if "method_state" in state:

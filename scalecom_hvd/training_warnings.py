@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,22 +58,24 @@ def growth_limit(rates: Iterable[float], config: ScaleComConfig) -> float:
 
 def check_run(
     config: ScaleComConfig,
-    rates: Mapping[str, float],
+    own_rates: Mapping[str, float | None],
     shapes: Mapping[str, Sequence[int]],
-    total: int | None,
-    warmup: int,
+    exchanges_in: Callable[[int], int] = int,
 ) -> None:
     """Log a warning for each thing that is likely to cost a run its speed, or its accuracy.
 
     Args:
         config: the settings.
-        rates: {name: rate}; 1 means sent whole.
+        own_rates: {name: own rate}; see config.rates_for.
         shapes: {name: shape} of all tensors, in the model's order.
-        total: how many exchanges the run will have; None: unknown.
-        warmup: how many of the first exchanges are the warm-up.
+        exchanges_in: how many exchanges there are in a number of steps.
     """
-    check_length(total, warmup, rates.values())
-    check_share_whole(rates, {name: math.prod(shape) for name, shape in shapes.items()})
+    first, stage = config.stages[-1]
+    rates = {name: stage.rate if own is None else own for name, own in own_rates.items()}
+    if config.total_steps is not None and config.rate != "auto":
+        total, begun = map(exchanges_in, (config.total_steps, max(first, config.warmup_steps)))
+        check_length(total, begun, rates.values())
+    check_share_whole(own_rates, {name: math.prod(shape) for name, shape in shapes.items()})
     check_output_layer(config, rates, shapes)
     # If nu is None in resolved settings, the optimizer's momentum is made quasi-hyperbolic.
     if config.lookahead and config.beta > LOOK_AHEAD_BETA and config.nu == 1:
@@ -84,13 +86,13 @@ def check_run(
         )
 
 
-def check_share_whole(rates: Mapping[str, float], numels: Mapping[str, int]) -> None:
+def check_share_whole(rates: Mapping[str, float | None], numels: Mapping[str, int]) -> None:
     """Log one warning if tensors that are sent whole take most of the compression away.
 
     Small models get no warning, nor do models in which nothing is compressed.
     """
     total = sum(numels.values())
-    whole = {name: numel for name, numel in numels.items() if rates[name] <= 1}
+    whole = {name: numel for name, numel in numels.items() if rates[name] == 1}
     share = sum(whole.values()) / max(total, 1)
     if total < MODEL_WORTH_A_WARNING or len(whole) == len(numels) or share < WHOLE_WORTH_A_WARNING:
         return
@@ -129,10 +131,16 @@ def check_output_layer(
         )
 
 
-def check_length(total: int | None, warmup: int, rates: Iterable[float]) -> None:
-    """Log one warning if a run is too short for its rates, with what to change."""
+def check_length(total: int, warmup: int, rates: Iterable[float]) -> None:
+    """Log one warning if a run is too short for its rates, with what to change.
+
+    Args:
+        total: how many exchanges the run will have.
+        warmup: how many of them come before the last stage.
+        rates: of the last stage.
+    """
     rate = max(rates, default=1.0)
-    if total is None or rate <= 1:
+    if rate <= 1:
         return
     steps = max(total - warmup, 0)
     if steps / rate < SENDS_WANTED:

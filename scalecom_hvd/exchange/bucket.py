@@ -38,6 +38,7 @@ class Bucket:
         share: the factor that turns a sum over ranks into the average. Integers are summed.
         thread: runs kernels that need no Python while backward runs. None: no thread does.
         has_flags: whether ranks may tell each other which tensors they use.
+        has_vote: whether a rank may tell the others a number besides.
 
     Attributes:
         compressed: {name: CompressedTensor} of the tensors that send offsets and values.
@@ -62,6 +63,7 @@ class Bucket:
         share: float = 1.0,
         thread: BackgroundThread | None = None,
         has_flags: bool = False,
+        has_vote: bool = False,
     ) -> None:
         self.number = number
         self.names = list(names)
@@ -71,7 +73,7 @@ class Bucket:
         self.geometries = [tensor.geometry for tensor in self.tensors]
         self.counts = [geometry.k for geometry in self.geometries]
         self.sizes = [tensor.residue.numel() for tensor in self.tensors]
-        self.thread, self._share = thread, share
+        self.thread, self.share = thread, share
 
         first = like[names[0]]
         self._device, self._dense_dtype = first.device, wide_dtype(first)
@@ -79,10 +81,11 @@ class Bucket:
         self.beta, self.extra = (one.beta, one.extra) if one else (1.0, 0.0)
         self.levels = one.levels if one else 0
         self.residue_dtype = one.residue.dtype if one else self._dense_dtype
-        wire = one.wire_dtype if one else self._dense_dtype
+        wire = one.residue.dtype if one else self._dense_dtype
         dense = {name: like[name] for name in names if name not in self.compressed}
         # Tensors sent whole are averaged in their own dtype, so no narrow values join them.
-        assert not dense or wire == self._dense_dtype, "integers share no bucket with whole tensors"
+        apart = wire == self._dense_dtype and not (one and one.few_bits)
+        assert not dense or apart, "integers share no bucket with whole tensors"
 
         geometries = {tensor.name: tensor.geometry for tensor in self.tensors}
         self.layout = Layout(geometries, has_scales=self.levels > 0)
@@ -99,7 +102,7 @@ class Bucket:
         ]
         by_name = dict(zip(self.compressed, self.slots, strict=True))
         self.choices = Choices(by_name, self.layout, self._device)
-        self._n_flags = len(names) * has_flags
+        self._n_flags = len(names) * has_flags + has_vote
         lengths = self.layout.n_values, self._n_flags
         self.values: Values | IntegerValues
         if self.levels:
@@ -149,7 +152,7 @@ class Bucket:
         """The averages (k,) of values that were taken at these offsets, once they have arrived."""
         if isinstance(self.values, Values):
             return self.values.averages
-        return self.scaled(self.values.sums(), offsets).mul_(self._share)
+        return self.scaled(self.values.sums(), offsets).mul_(self.share)
 
     def scaled(self, sums: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Sums of integers (k,), times the scales that travel with the offsets."""

@@ -53,7 +53,8 @@ def plan_buckets(
     def kind_of(name: str) -> tuple[torch.device, torch.dtype, torch.dtype]:
         parameter, tensor = parameters[name], residues.tensors.get(name)
         wide = wide_dtype(parameter)
-        return parameter.device, tensor.wire_dtype if tensor else wide, wide
+        values = wide if tensor is None else tensor.residue.dtype
+        return parameter.device, torch.int8 if tensor and tensor.few_bits else values, wide
 
     def bytes_of(name: str) -> int:
         return parameters[name].numel() * parameters[name].element_size()

@@ -45,6 +45,7 @@ class BucketStep:
         whole: whether the step is sent whole.
         idle: names of tensors whose gradients are zero and whose residues stay as they are.
         used: (number of tensors,): which of them this rank uses. None: ranks do not tell.
+        vote: what this rank tells the others besides. None: ranks tell nothing.
 
     Attributes:
         number, names, compressed, tensors, geometries, counts, sizes, choices: the bucket's.
@@ -70,12 +71,13 @@ class BucketStep:
         whole: bool = False,
         idle: Collection[str] = (),
         used: torch.Tensor | None = None,
+        vote: int | None = None,
     ) -> None:
         self._bucket = bucket
         self.number, self.names, self.choices = bucket.number, bucket.names, bucket.choices
         self.compressed, self.tensors = bucket.compressed, bucket.tensors
         self.geometries, self.counts, self.sizes = bucket.geometries, bucket.counts, bucket.sizes
-        self.whole, self.scale, self._used = whole, scale, used
+        self.whole, self.scale, self._used, self._vote = whole, scale, used, vote
         self.grads = dict(grads)
         like = {tensor.name: tensor.residue for tensor in self.tensors} | bucket.values.whole
         check_sizes(self.grads, like)
@@ -306,7 +308,9 @@ class BucketStep:
         values = self._bucket.whole_values if self.whole else self._bucket.values
         bad = values.fill(self.grads)
         if self._used is not None:
-            values.flags.copy_(self._used)
+            values.flags[: len(self.names)] = self._used
+        if self._vote is not None:
+            values.flags[-1] = self._vote
         values.buffer[-1] = (self.bad + bad) != 0
         skipped = 0 if self.whole or self._in_place else self._bucket.values.averages.numel()
         self._reduced, self._averaged = values, values.buffer[skipped:]
@@ -328,7 +332,12 @@ class BucketStep:
 
         It is the same on all ranks. None: ranks have not told.
         """
-        return None if self._used is None else self._reduced.flags
+        return None if self._used is None else self._reduced.flags[: len(self.names)]
+
+    def votes(self) -> torch.Tensor:
+        """The sum of all ranks' votes, as a 0-dimensional tensor, once all values have arrived."""
+        total = self._reduced.flags[-1]
+        return total / self._bucket.share if total.is_floating_point() else total
 
     def is_sound(self) -> torch.Tensor:
         """Whether the step counts, as a 0-dimensional tensor that is the same on all ranks.

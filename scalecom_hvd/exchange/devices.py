@@ -20,6 +20,7 @@ and XPU, and tests can bring their own device. Imports nothing of this package.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
@@ -175,6 +176,43 @@ class Point:
         """Let the host wait until the device is past this point."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
+
+
+class Timer:
+    """How long is waited between `start` and `stop`: by the host, or on accelerators by streams.
+
+    Args:
+        devices: where the work is.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = [device for device in dict.fromkeys(devices) if device.type not in _HOSTS]
+        self._began = self._seconds = 0.0
+        self._events: list[tuple[torch.Event, torch.Event]] = []
+
+    def start(self) -> None:
+        """Begin to wait: the current streams hold everything that is not to be counted."""
+        self._began = time.perf_counter()
+        self._events = [(self._now(device), None) for device in self._devices]
+
+    def stop(self) -> None:
+        """Note that the wait is over: the current streams hold all that was waited for."""
+        self._seconds = time.perf_counter() - self._began
+        self._events = [(event, self._now(event.device)) for event, _ in self._events]
+
+    def seconds(self) -> float:
+        """How long it took. The host waits for the devices, which have mostly finished."""
+        if not self._events:
+            return self._seconds
+        for _, end in self._events:
+            end.synchronize()
+        return max(begin.elapsed_time(end) for begin, end in self._events) / 1000
+
+    def _now(self, device: torch.device) -> torch.Event:
+        event = torch.Event(device, enable_timing=True)
+        with _current(device):
+            event.record()
+        return event
 
 
 class HostCopy:

@@ -47,6 +47,7 @@ from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.checked_step import checked_step
 from scalecom_hvd.exchange.methods.state import State
 from scalecom_hvd.exchange.node import Node
+from scalecom_hvd.exchange.pace import Pace
 from scalecom_hvd.exchange.reported import Gradient, Reported
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.residue_copies import ResidueCopies
@@ -116,6 +117,7 @@ class Exchange(Averager):
         self._settings = method.settings | dict(settings or {})
         self._copies = ResidueCopies(method)
         self._sampler: Sampler | None = None
+        self._pace: Pace | None = None  # of rate="auto"
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()
         self.streams = Streams(tensor.device for tensor in like.values())
@@ -198,12 +200,17 @@ class Exchange(Averager):
             Exception: a collective failed, and the transport raised this. The step is rolled back.
         """
         ending = self.node.ending_a_step() if self.node else contextlib.nullcontext()
+        if self._pace is not None:
+            self._pace.wait_begins()
+        before = self.residues.step
         with self.entered(), ending:
             self._finishing = True
             try:
                 averages = self._finish()
             finally:
                 self._finishing = False
+        if self._pace is not None:
+            self._pace.wait_ends(counts=self.residues.step > before)
         if looks:
             self.look()
         return averages
@@ -379,7 +386,7 @@ class Exchange(Averager):
 
     def _must_send_whole(self) -> bool:
         names = self.residues.tensors.keys() - self._elsewhere
-        return self.residues.step < self.residues.whole_steps or not self._method.is_ready(names)
+        return self.residues.sends_whole or not self._method.is_ready(names)
 
     def _bucket_step(self, progress: Progress) -> Step[None]:
         """One bucket's step, from its gradients to their averages. All gradients are here."""
@@ -396,7 +403,8 @@ class Exchange(Averager):
         # Where zeros do not count, it only matters what residues do.
         if self._options.drops_unused and (self._options.zeros_count or not self._whole):
             used = self._arrived.used(flats, self._options.zeros_count)
-        step = BucketStep(bucket, scale, flats, self._whole, self._arrived.idle(flats), used)
+        vote = self._pace.vote() if self._pace is not None and bucket.number == 0 else None
+        step = BucketStep(bucket, scale, flats, self._whole, self._arrived.idle(flats), used, vote)
         progress.step = step
         collectives = BucketCollectives(
             self._waves.channel_of(bucket),
@@ -418,7 +426,7 @@ class Exchange(Averager):
         run, now = self._method.run, self.residues.step
         # These are copies. If a method changes a dictionary in place, only its copy changes.
         own = {name: dict(run.tensor_states[name]) for name in bucket.compressed}
-        return State(now, own, dict(run.method_state), now + 1 < self.residues.whole_steps)
+        return State(now, own, dict(run.method_state), self.residues.is_whole_at(now + 1))
 
     def leader_at(self, step: int, bucket: int) -> int:
         """The position of the rank that chooses for a bucket in a step."""
@@ -435,16 +443,16 @@ class Exchange(Averager):
         self._advance()
         self._waves.complete(part)
         steps = [progress.step for progress in part]
-        counts, unused = self._is_sound(steps)
+        counts, unused, votes = self._is_sound(steps)
         names = [name for step in steps for name in step.names]
         ends = self.part is None or self.part.is_last
         chosen = {} if self._whole else {n: t.geometry.k for n, t in self.residues.tensors.items()}
         self._last = dict(self._submitted), ends, chosen, names
         if self.node is not None:
-            counts = self.node.counts(counts, self.residues.step)
+            counts, votes = self.node.counts(counts, self.residues.step, votes)
         self.has_sent = counts and not self._whole
         if counts:
-            self._commit(part, unused, ends)
+            self._commit(part, unused, ends, votes)
         else:  # as if it never happened: some rank had a gradient that is not finite
             self.residues.note_skipped_step()
             for progress in part:
@@ -457,22 +465,28 @@ class Exchange(Averager):
             self._options.unused.end(used if counts else ())
         return {n: self.streams.give(average) for n, average in averages.items() if n in used}
 
-    def _is_sound(self, steps: Sequence[BucketStep]) -> tuple[bool, set[str]]:
-        """Whether the step is sound, which all ranks see alike, and names that no rank has used."""
+    def _is_sound(self, steps: Sequence[BucketStep]) -> tuple[bool, set[str], int]:
+        """Whether the step is sound, names that no rank has used, and what ranks vote for.
+
+        All ranks see the same.
+        """
         others = [values.isfinite().all() for values in self._face.average_others()]
         sound = [step.is_sound() for step in steps] + others
         told = [(step.names, step.flags) for step in steps if step.flags is not None]
         # Here the host waits for its devices.
-        known = on_host([*(step.norms for step in steps), *sound, *(flags for _, flags in told)])
+        votes = [] if self._pace is None else [steps[0].votes()]
+        flags = [flags for _, flags in told]
+        known = on_host([*(step.norms for step in steps), *votes, *sound, *flags])
         for step in steps:
             step.norms = known.pop(0)
+        voted = round(float(known.pop(0))) if votes else 0
         unused = {
             name
             for (names, _), flags in zip(told, known[len(sound) :], strict=True)
             for name, flag in zip(names, flags.tolist(), strict=True)
             if not flag
         }
-        return all(map(bool, known[: len(sound)])), unused
+        return all(map(bool, known[: len(sound)])), unused, voted
 
     def _part(self) -> list[Progress]:
         """The progress of the buckets that this part is about. No bucket is in two parts."""
@@ -480,7 +494,7 @@ class Exchange(Averager):
             return self._waves.all
         return [each for each in self._waves.all if each.bucket.names[0] in self.part.names]
 
-    def _commit(self, part: Sequence[Progress], unused: set[str], ends: bool) -> None:
+    def _commit(self, part: Sequence[Progress], unused: set[str], ends: bool, votes: int) -> None:
         steps, due = [progress.step for progress in part], self.residues.norms_due()
         for step in steps:
             norms = {} if self._whole else step.gradient_norms()
@@ -495,23 +509,25 @@ class Exchange(Averager):
         if looks:
             self._sampler.after(steps, self.collectives)
         if ends:
-            self._end_step(looks)
+            self._end_step(looks, votes)
 
-    def _end_step(self, looks: bool) -> None:
+    def _end_step(self, looks: bool, votes: int) -> None:
         """End the step. Each of its parts was committed, or was skipped."""
         # If a part was skipped, the norms are not those of all buckets.
         if self._norms and len(self._norms) == sum(bool(b.compressed) for b in self.buckets):
             self.residues.look(list(self._norms.values()))
         self._norms = {}
         self.residues.note_step()
-        if self.residues.step == self.residues.warmup and self.residues.enter_stage():
+        if self._pace is not None:
+            self._pace.hear(votes)
+        if self.residues.enter_stage():
             # From now on, tensors are sent at other rates. What was chosen ahead belongs to the old
             # lanes.
             for progress in self._waves.all:
                 progress.complete_state()
             self._method.run.begin_equal_state_anew()
             self._make_buckets(self.residues.buckets)
-        elif self._whole and self.residues.step >= self.residues.whole_steps:
+        elif self._whole and not self.residues.sends_whole:
             # Every rank can wait here, and hooks must not wait for the first choice.
             for progress in self._waves.all:
                 progress.complete_state()
@@ -568,6 +584,10 @@ class Exchange(Averager):
         if min(other["channels"] for other in everyone) < channels:
             self._channels = [self.collectives.channel() for _ in range(channels)]
         self._face.hear(everyone, elsewhere)
+        ranks, position = self.collectives.size, self.collectives.position
+        if residues.rung is not None:
+            devices = [tensor.device for tensor in self._like.values()]
+            self._pace = Pace(residues, ranks, position, devices)
         self._make_buckets(plan)
         residues.note_ranks(self.collectives.size, self.collectives.position)
         self.agreed = True
@@ -577,7 +597,8 @@ class Exchange(Averager):
         self.residues.buckets, self._norms = plan, {}
         size, share = self.collectives.size, self.collectives.share
         rest = self._like, self.residues, size, share, self._thread, self._options.drops_unused
-        buckets = [Bucket(b, names, *rest) for b, names in enumerate(plan)]
+        votes = self._pace is not None
+        buckets = [Bucket(b, names, *rest, votes and not b) for b, names in enumerate(plan)]
         self._waves = Waves(buckets, self._channels[:-1], self._bucket_step)
         if self._sampler is not None:
             self._sampler.draw(buckets)
@@ -594,4 +615,5 @@ class Exchange(Averager):
         if self.node is not None:
             numbers |= {"ranks_per_node": self.node.size, "bytes_in_node": self.node.bytes_sent}
         numbers["averages_thrown_away"] = self._copies.thrown_away
+        numbers |= self._pace.stats() if self._pace is not None else {}
         return numbers | ({"diagnostics": self._sampler.last} if self._sampler else {})

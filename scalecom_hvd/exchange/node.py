@@ -67,18 +67,22 @@ class Node:
                 self._tell(GAVE_UP, 0)
             raise
 
-    def counts(self, is_sound: bool, step: int) -> bool:
+    def counts(self, is_sound: bool, step: int, votes: int = 0) -> tuple[bool, int]:
         """Whether the step is sound in all shards, so that it counts. Waits for all ranks.
 
         Args:
             is_sound: whether it is sound in this shard; the same on all peers.
             step: the step's number.
+            votes: what this shard's ranks have told each other.
+
+        Returns:
+            Whether it counts, and the largest of all shards' votes.
 
         Raises:
             CollectiveError: on all other ranks, if a rank of the node could not end the step.
             RuntimeError: on all ranks, if shards are at different steps.
         """
-        states, steps = self._tell(SOUND if is_sound else VOID, step).T.tolist()
+        states, steps, voted = self._tell(SOUND if is_sound else VOID, step, votes).T.tolist()
         if GAVE_UP in states:
             raise CollectiveError(
                 "a rank of this node could not end this step, so its shard was not averaged: see "
@@ -89,15 +93,15 @@ class Node:
                 f"the ranks of this node are at different steps, {steps}. Load residues of the "
                 "same step on all ranks, or load none on any rank"
             )
-        return all(state == SOUND for state in states)
+        return all(state == SOUND for state in states), max(voted)
 
-    def _tell(self, state: int, step: int) -> torch.Tensor:
-        """(ranks, 2): the state and the step of every rank of the node.
+    def _tell(self, state: int, step: int, votes: int = 0) -> torch.Tensor:
+        """(ranks, 3): the state, the step and the votes of every rank of the node.
 
         A rank that gives up does not wait, because the others may be lost.
         """
         self._has_told = True
-        row = torch.tensor([state, step], dtype=torch.int64, device="cpu")
+        row = torch.tensor([state, step, votes], dtype=torch.int64, device="cpu")
         work = self._ranks.gather(row[None], self._name)
         return row[:0] if state == GAVE_UP else work.wait()
 

@@ -18,8 +18,10 @@ import torch
 
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.kernels.choice import kernel_for
+from scalecom_hvd.integers import levels_of
 from scalecom_hvd.lanes import Lanes, geometry
 from scalecom_hvd.recent_norms import RecentNorms
+from scalecom_hvd.stages import LADDER, START, WHOLE, Stage
 from scalecom_hvd.training_warnings import (
     LOOK_EVERY,
     Health,
@@ -45,28 +47,25 @@ class CompressedTensor:
 
     Attributes:
         residue: (N,) float32 or float64, zero at the start.
-        geometry: its lanes in the coming step (`Residues.enter_stage`).
-        wire_dtype, offset_dtype: the dtypes of values and offsets. Values have the residue's, or
-            int8, which stands for integers of few bits; several of them share a word (integers.py).
-        levels: L of those integers. 0: values travel as numbers.
+        own_rate: its rate in all stages. None: the stage says it.
+        rate, geometry: its rate and its lanes in the coming step (`Residues.enter_stage`).
+        levels: L of the integers that travel then (integers.py). 0: values travel as numbers.
+        few_bits: whether they may be integers in some stage.
         beta: the low-pass filter's beta.
         extra: how many times more of what waits is sent at indices where the gradient agrees.
         norms: of its recent gradients.
     """
 
     def __init__(
-        self, name: str, parameter: torch.Tensor, rate: float, config: ScaleComConfig
+        self, name: str, parameter: torch.Tensor, own_rate: float | None, config: ScaleComConfig
     ) -> None:
         self.name = name
         self.shape = parameter.shape
-        after = geometry(parameter.numel(), rate, config.selection)
-        first = geometry(parameter.numel(), config.rate_in_warmup(rate), config.selection)
-        self._lanes = first, after
-        self.geometry = after
+        self.own_rate, self._selection = own_rate, config.selection
         dtype = torch_dtype(config.residue_dtype_for(str(parameter.dtype).removeprefix("torch.")))
         self.residue = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
-        self.levels = config.levels
-        self.wire_dtype = torch.int8 if self.levels else dtype
+        self.few_bits = config.levels > 0
+        self.enter(config.stages[0][1])
         self.beta, self.extra = config.beta, config.extra
         self.norms = RecentNorms()
         # A wrong SCALECOM_KERNEL is refused here, not in a hook.
@@ -77,9 +76,15 @@ class CompressedTensor:
         """The dtype in which offsets are kept."""
         return torch_dtype(self.geometry.offset_dtype)
 
-    def lanes(self, warms_up: bool) -> Lanes:
-        """The lanes of the warm-up, or of the steps after it."""
-        return self._lanes[not warms_up]
+    def enter(self, stage: Stage) -> None:
+        """Take the rate, the lanes and the bits of a stage."""
+        self.rate = stage.rate if self.own_rate is None else self.own_rate
+        self.geometry, self.levels = self.lanes(stage), levels_of(stage.bits)
+
+    def lanes(self, stage: Stage) -> Lanes:
+        """Its lanes in a stage."""
+        rate = stage.rate if self.own_rate is None else self.own_rate
+        return geometry(self.residue.numel(), rate, self._selection)
 
 
 class Residues:
@@ -91,7 +96,9 @@ class Residues:
         skipped_steps: how many did not, because a gradient was not finite on some rank.
         buckets: the names in each bucket, once ranks have agreed on them.
         ranks, rank: how many ranks there are, and which one this is, once this is known.
-        rates: {name: rate} of all parameters, once they are known.
+        rates: {name: own rate} of all parameters, once they are known; see config.rates_for.
+        rung: the rung of rate="auto" (stages.py). None: the rate is given.
+        rung_since: the first step that is on it.
         given_back: names of those that became what they were before the step before, because its
             averages were thrown away, when the last step began.
     """
@@ -104,7 +111,12 @@ class Residues:
         self.buckets: list[list[str]] | None = None
         self.ranks: int | None = None
         self.rank: int | None = None
-        self.rates: dict[str, float] = {}
+        self.rates: dict[str, float | None] = {}
+        self.rung = START if self.config.rate == "auto" else None
+        self.rung_since = 0
+        self._stage: Stage | None = None
+        # {name: rate} of the compressed tensors in the last step. Empty: all was sent whole.
+        self._last_rates: dict[str, float] = {}
         self.given_back: set[str] = set()
         # Whether all gradients that this rank was seen to have were zero.
         self.is_idle = True
@@ -113,38 +125,50 @@ class Residues:
         self.synchronisations_in: Callable[[int], int] = every_step
 
     @property
-    def warmup(self) -> int:
-        """How many of the first steps are the warm-up."""
-        return self.synchronisations_in(self.config.warmup_steps)
+    def sends_whole(self) -> bool:
+        """Whether the coming step is sent whole."""
+        return self.is_whole_at(self.step)
 
-    @property
-    def whole_steps(self) -> int:
-        """How many of the first steps are sent whole."""
-        return self.synchronisations_in(self.config.whole_steps)
+    def is_whole_at(self, step: int) -> bool:
+        """Whether a step is sent whole. On that rung, the first step also sends all that waits."""
+        in_warmup = step < self.synchronisations_in(self.config.warmup_steps)
+        return in_warmup or (self.rung == WHOLE and step != self.rung_since)
 
     def last_rate(self, name: str) -> float:
-        """The rate at which a parameter was sent in the last step. 1: whole."""
-        last = self.step - 1
-        if last < self.whole_steps:
-            return 1.0
-        rate = self.rates[name]
-        return self.config.rate_in_warmup(rate) if last < self.warmup else rate
+        """The rate at which a parameter was sent in the last step. 1: all of it."""
+        return self._last_rates.get(name, 1.0)
+
+    def stage_at(self, step: int) -> Stage:
+        """What compressed tensors send in a step, on the present rung."""
+        if self.rung is not None:
+            return LADDER[self.rung]
+        begun = [s for first, s in self.config.stages if self.synchronisations_in(first) <= step]
+        return begun[-1]
+
+    def take_rung(self, rung: int) -> bool:
+        """Go on on this rung from the coming step on. Return whether it is another one."""
+        if rung == self.rung:
+            return False
+        self.rung, self.rung_since = rung, self.step
+        return True
 
     def enter_stage(self) -> bool:
         """Give tensors the lanes of the coming step. Return whether some had others before.
 
-        This depends only on the step, so all ranks do it at the same step.
+        This depends only on the step and the rung, so all ranks do it at the same step.
         """
-        new = self.lanes_at(self.step)
-        changes = any(tensor.geometry != new[name] for name, tensor in self.tensors.items())
-        for name, tensor in self.tensors.items():
-            tensor.geometry = new[name]
-        return changes
+        stage, before = self.stage_at(self.step), self._stage
+        if stage == before:
+            return False
+        self._stage = stage
+        for tensor in self.tensors.values():
+            tensor.enter(stage)
+        return before is not None
 
     def lanes_at(self, step: int) -> dict[str, Lanes]:
         """{name: lanes} of the compressed tensors in a step."""
-        warms_up = step < self.warmup
-        return {name: tensor.lanes(warms_up) for name, tensor in self.tensors.items()}
+        stage = self.stage_at(step)
+        return {name: tensor.lanes(stage) for name, tensor in self.tensors.items()}
 
     def attach(
         self,
@@ -173,12 +197,11 @@ class Residues:
         self.tensors = {
             name: CompressedTensor(name, parameter, self.rates[name], self.config)
             for name, parameter in parameters.items()
-            if self.rates[name] > 1 and parameter.numel()  # a shard may be empty
+            if self.rates[name] != 1 and parameter.numel()  # a shard may be empty
         }
+        self._stage = None
         self.enter_stage()
-        total = self.config.total_steps
-        total = None if total is None else self.synchronisations_in(total)
-        check_run(self.config, self.rates, shapes, total, self.warmup)
+        check_run(self.config, self.rates, shapes, self.synchronisations_in)
 
     def detach(self) -> None:
         """Forget the parameters."""
@@ -191,7 +214,8 @@ class Residues:
     def look(self, norms: Sequence[tuple[float, float]]) -> None:
         """See whether residues grow, given each bucket's norms of residues and gradients."""
         residues, grads = (math.hypot(*(pair[which] for pair in norms)) for which in (0, 1))
-        waits, limit = residues / self.config.beta, growth_limit(self.rates.values(), self.config)
+        limit = growth_limit([tensor.rate for tensor in self.tensors.values()], self.config)
+        waits = residues / self.config.beta
         if grads or any(tensor.norms.count for tensor in self.tensors.values()):
             self.is_idle = False
         self.health.look(self.step, waits, grads, limit, self.is_idle)
@@ -242,6 +266,8 @@ class Residues:
 
     def note_step(self) -> None:
         """Note that a step counted."""
+        rates = {} if self.sends_whole else {n: t.rate for n, t in self.tensors.items()}
+        self._last_rates = rates
         self.step += 1
         self.health.take()
 
@@ -256,7 +282,10 @@ def describe_tensors(
     parameters: Mapping[str, torch.Tensor], residues: Residues
 ) -> dict[str, list[Any]]:
     """What ranks must have in common, tensor by tensor: shape, dtype, kind of device and rate."""
+    rates = {
+        n: "compressed" if own is None else f"rate {own:g}" for n, own in residues.rates.items()
+    }
     return {
-        name: [list(p.shape), str(p.dtype), p.device.type, f"rate {residues.rates[name]:g}"]
+        name: [list(p.shape), str(p.dtype), p.device.type, rates[name]]
         for name, p in parameters.items()
     }

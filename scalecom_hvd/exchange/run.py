@@ -228,6 +228,8 @@ class Run:
             "recent_norms": {n: [t.norms.longest, t.norms.count] for n, t in tensors.items()},
         }
         known = {"buckets": residues.buckets, "ranks": residues.ranks, "rank": residues.rank}
+        if residues.rung is not None:
+            known["rung"] = [residues.rung, residues.rung_since]
         state |= {key: value for key, value in known.items() if value is not None}
         if self.averager is not None:
             return {**state, **self.averager.state_dict(), **self._states()}
@@ -250,6 +252,8 @@ class Run:
         if self.averager is not None:
             self._check_fits(state)
         residues.step, residues.health.norms = int(state["step"]), norms_of(state)
+        if residues.rung is not None:
+            residues.rung, residues.rung_since = state["rung"]
         residues.ranks, residues.rank = state.get("ranks"), state.get("rank")
         self._loaded_from = (residues.ranks, residues.rank) if state["residues"] else (None, None)
         # If buckets of another size are asked for, those of the state are not taken over.
@@ -438,6 +442,7 @@ class Run:
         mine = compared | {
             "name": names.claim(),
             "step": self.residues.step,
+            "rung": [self.residues.rung, self.residues.rung_since],
             "state": self.digest_of_state(),
             "residues_of": self._residues_of(collectives),
             **told,
@@ -446,6 +451,8 @@ class Run:
         check_residues_of(everyone)
         self._loaded_from = collectives.size, collectives.position
         self.residues.step = agree(everyone, tuple(compared), names)
+        latest = max(everyone, key=lambda other: other["step"])
+        self.residues.rung, self.residues.rung_since = latest["rung"]
         return everyone
 
     def _residues_of(self, collectives: Collectives) -> int | None:

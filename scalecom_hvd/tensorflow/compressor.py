@@ -192,10 +192,11 @@ class ScaleCom(Tracked, Compressor):
         config = config if config is not None else ScaleComConfig.from_env()
         self._streams: list[_Stream] = []
         self._settings = _Settings(config.replace(**fields), self._streams)
-        if self.config.warmup_steps and self.config.warmup_rate > 1:
+        if not self.config.has_fixed_rate:
             raise ValueError(
-                "in TensorFlow a warm-up is sent whole. Leave out "
-                f"warmup_rate={self.config.warmup_rate:g}, or give warmup_steps=0"
+                f"rate={self.config.rate!r} with bits={self.config.bits} works only in PyTorch, "
+                "because a graph has one rate: give a number above 1, with warmup_steps for a "
+                "warm-up that is sent whole"
             )
         self.knows_loss_scale = loss_scale is not None
         self.current_loss_scale = scale_reader(loss_scale)
@@ -358,7 +359,9 @@ class ScaleCom(Tracked, Compressor):
         """
         bound = self._bound
         bound.shapes |= {name: tuple(variable.shape) for name, variable in variables.items()}
-        bound.rates = self.config.rates_for(bound.shapes) | bound.rates
+        own, stage = self.config.rates_for(bound.shapes), self.config.stages[0][1]
+        rates = {name: stage.rate if rate is None else rate for name, rate in own.items()}
+        bound.rates = rates | bound.rates
         return {name: bound.rates[name] for name in variables}
 
     def _make_stream(self) -> None:

@@ -117,9 +117,7 @@ class Exchange:
         check_residues_of(everyone)
         step = agree(everyone, list(self._description), self._names)
         shapes = {name: tuple(variable.shape) for name, variable in self.variables.items()}
-        check_run(
-            self.config, self.rates, shapes, self.config.total_steps, self.config.warmup_steps
-        )
+        check_run(self.config, self.rates, shapes)
         self._make_buckets({name for theirs in everyone for name in theirs["present"]})
         set_value(self.progress.step, step)
         if not all(theirs["ahead"] for theirs in everyone):

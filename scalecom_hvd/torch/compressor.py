@@ -35,7 +35,7 @@ class ScaleCom(methods.ScaleCom):
             required there.
         process_set: the process set given to the optimizer.
 
-    There, ScaleCom works with look-ahead, and takes no quantiser, warmup_rate or
+    There, ScaleCom works with look-ahead, and takes no quantiser, schedule of rates or
     diagnostics.
     """
     )
@@ -94,7 +94,7 @@ class ScaleCom(methods.ScaleCom):
             return
         for asked, what in (
             (self.quantiser.rounds, f"quantiser={self.quantiser!r}"),
-            (self.config.warmup_rate > 1, f"warmup_rate={self.config.warmup_rate:g}"),
+            (not self.config.has_fixed_rate, f"rate={self.config.rate!r}"),
         ):
             if asked:
                 raise TypeError(

@@ -88,6 +88,8 @@ class Method:
         # Settings that depend on whether every step averages gradients; see `settle`.
         self._open = [name for name in ("beta", "nu") if getattr(config, name) is None]
         self.run = Run(self, self._resolved(config))
+        if self.config.rate == "auto" and ("bits" not in self.uses or self.quantiser.rounds):
+            raise ValueError("rate='auto' needs ScaleCom without a quantiser: give a rate")
         defaults = self._resolved(ScaleComConfig())
         for field in sorted({*OPTIONAL} - {"quantiser", *self.uses}):
             if getattr(self.config, field) != getattr(defaults, field):

@@ -99,9 +99,10 @@ class ScaleCom(Method):
 
     def cyclic(self, bucket: BucketStep, collectives: BucketCollectives) -> Step[None]:
         """The leader chooses in this step, for this step."""
-        leads = collectives.leads()
-        chosen = (yield from bucket.select()) if leads else bucket.new_offsets()  # (1), (2)
-        offsets = yield from collectives.broadcast_choice(chosen, collectives.leader())
+        offsets = bucket.new_offsets()
+        if offsets.numel():  # otherwise everything is sent as it is, and there is nothing to tell
+            chosen = (yield from bucket.select()) if collectives.leads() else offsets  # (1), (2)
+            offsets = yield from collectives.broadcast_choice(chosen, collectives.leader())
         yield from bucket.take_and_accumulate(offsets)  # (3), (5)
         averages = yield from collectives.average_taken()  # (4)
         bucket.receive(offsets, averages)
