@@ -1,0 +1,65 @@
+"""rate="auto" on one rank: how long its steps take, and on which rung all ranks go on.
+
+The rank at position 0 decides (rate_controller.py). It tells the others by a number that travels
+with the first bucket's values, so all ranks take a rung from the same step on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+
+from scalecom_hvd.bucket_layout import Stats
+from scalecom_hvd.exchange.devices import Timer
+from scalecom_hvd.exchange.residue import Residues
+from scalecom_hvd.rate_controller import RateController
+from scalecom_hvd.stages import LADDER
+
+
+class Pace:
+    """The rung of one exchange.
+
+    Args:
+        residues: they know the rung.
+        ranks, position: how many ranks there are, and which one this is.
+        devices: of the gradients.
+    """
+
+    def __init__(
+        self, residues: Residues, ranks: int, position: int, devices: Iterable[torch.device]
+    ) -> None:
+        self._residues = residues
+        self._controller = RateController(ranks, residues.rung) if position == 0 else None
+        self._timer = Timer(devices)
+        self._ended: float | None = None
+
+    def vote(self) -> int:
+        """What this rank tells the others: the rung that it decides for, plus 1; else 0."""
+        return 0 if self._controller is None else self._controller.rung + 1
+
+    def hear(self, votes: int) -> None:
+        """Take the rung that the ranks' votes add up to, from the coming step on."""
+        if votes:
+            self._residues.take_rung(votes - 1)
+
+    def wait_begins(self) -> None:
+        """Note that there is nothing more to do for the caller but to wait for averages."""
+        self._timer.start()
+
+    def wait_ends(self, counts: bool) -> None:
+        """Note that averages are here. counts: whether the step counts."""
+        self._timer.stop()
+        began, self._ended = self._ended, time.perf_counter()
+        controller = self._controller
+        if controller is None or began is None or not counts:
+            return
+        # A step may still be on the rung before, until the others know of the change.
+        if controller.rung == self._residues.rung:
+            controller.note(self._ended - began, self._timer.seconds())
+
+    def stats(self) -> Stats:
+        """The rung, for users, and on the rank that decides, why."""
+        reason = self._controller.reason if self._controller else "see rank 0"
+        return {"rung": str(LADDER[self._residues.rung]), "rung_reason": reason}

@@ -1,0 +1,129 @@
+"""Which rung of the ladder (stages.py) a run takes: the densest that costs no time.
+
+A controller is told how long each step took, and how much of that was exposed: waited for averages,
+behind no computation. It tells the rung for the next step. It looks at windows of steps, by their
+medians, and climbs from rung to rung:
+
+- to a sparser one, if much is exposed there, as long as steps become shorter;
+- otherwise to a denser one, as long as steps do not become longer;
+- then to *whole*, unless what the rungs so far tell of the network makes that hopeless. Kernels and
+  small messages may cost more than they save, and without them all of that is gone.
+
+Then it stays on the densest rung that is hardly slower than the fastest, and tries no other before
+the time of a step has changed. So no run is slower than dense training for long. Framework-free,
+and fed by numbers: tests bring their own networks. Imports stages.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+
+from scalecom_hvd.stages import LADDER, START, WHOLE
+
+log = logging.getLogger("scalecom_hvd")
+
+# Steps in a window, of which the first are not counted: they make buffers, compile and warm up.
+WINDOW, SETTLED_WINDOW, SKIPPED = 16, 200, 3
+# A rung that is this much slower in so few steps is left at once.
+HOPELESS, FEW = 1.5, 3
+# What counts as no slower, and as faster: the times of equal steps differ by less.
+SAME, FASTER = 1.03, 0.97
+# Shares of a step. Less exposed time is not worth a sparser rung, and more is.
+MUCH_EXPOSED = 0.1
+# Whole steps are tried if they are not expected to take more times as long as the fastest.
+WORTH_A_TRY = 2.5
+# A settled controller searches again if the time of a step has changed by this share.
+CHANGED = 0.2
+
+
+class RateController:
+    """Finds the rung for one run.
+
+    Args:
+        ranks: how many ranks exchange.
+        rung: where to begin.
+
+    Attributes:
+        rung: the one of the coming step.
+        reason: why, for a user; "" at the start.
+        is_settled: whether no other rung is tried for now.
+
+    Example:
+        >>> controller = RateController(ranks=4)
+        >>> controller.note(seconds=0.25, exposed=0.03)
+        5
+    """
+
+    def __init__(self, ranks: int, rung: int = START) -> None:
+        self._ranks, self.rung, self.reason = ranks, rung, ""
+        self.is_settled = False
+        self._times: dict[int, float] = {}  # the median seconds of a step on each rung
+        self._exposed = 0.0  # the median share on the present rung
+        self._window: list[tuple[float, float]] = []
+
+    def note(self, seconds: float, exposed: float) -> int:
+        """Take in one step on the present rung.
+
+        Args:
+            seconds: from the end of the last step's averages to the end of this step's.
+            exposed: how many of them nothing was done but to wait for averages.
+
+        Returns:
+            The rung for the next step.
+        """
+        self._window.append((seconds, exposed / seconds))
+        counted = self._window[SKIPPED:]
+        size = SETTLED_WINDOW if self.is_settled else WINDOW
+        is_hopeless = len(self._window) == FEW and not self.is_settled and self._is_hopeless()
+        if len(self._window) >= size or is_hopeless:
+            counted = counted or self._window
+            time, self._exposed = (statistics.median(each) for each in zip(*counted, strict=True))
+            self._window = []
+            self._decide(time)
+        return self.rung
+
+    def _is_hopeless(self) -> bool:
+        fastest = min(self._times.values(), default=float("inf"))
+        return min(seconds for seconds, _ in self._window) > HOPELESS * fastest
+
+    def _decide(self, time: float) -> None:
+        if self.is_settled:
+            if abs(time / self._times[self.rung] - 1) < CHANGED:
+                return
+            self._times, self.is_settled = {}, False
+        self._times[self.rung] = time
+        rung, why = self._next()
+        if rung == self.rung:
+            self.is_settled = True
+        self._go(rung, f"{why} ({time:.3g} s a step, {self._exposed:.0%} of it exposed)")
+
+    def _next(self) -> tuple[int, str]:
+        times, rung = self._times, self.rung
+        fastest = min(times.values())
+        sparsest, densest = max(times), min(times.keys() - {WHOLE}, default=rung)
+        gains = rung - 1 not in times or times[rung] <= FASTER * times[rung - 1]
+        if rung == sparsest < len(LADDER) - 1 and self._exposed > MUCH_EXPOSED and gains:
+            return rung + 1, "much is exposed"
+        if densest > WHOLE + 1 and times[densest] <= SAME * fastest:
+            return densest - 1, "denser steps may cost nothing"
+        if WHOLE not in times and self._expected_whole() <= WORTH_A_TRY * fastest:
+            return WHOLE, "whole steps may cost nothing"
+        best = min(rung for rung, time in times.items() if time <= SAME * fastest)
+        return best, "the densest that is not slower"
+
+    def _expected_whole(self) -> float:
+        """The time of a whole step, by what the densest and the sparsest rung cost so far."""
+        sent = {rung: LADDER[rung].bytes_of(self._ranks) for rung in self._times}
+        dense, sparse = min(sent), max(sent)
+        if dense == sparse:
+            return float("inf")
+        slower = max(self._times[dense] - SAME * self._times[sparse], 0.0)
+        more = LADDER[WHOLE].bytes_of(self._ranks) - sent[dense]
+        return self._times[dense] + slower / (sent[dense] - sent[sparse]) * more
+
+    def _go(self, rung: int, why: str) -> None:
+        self.reason = why
+        if rung != self.rung:
+            log.info("rate='auto' goes from %s to %s: %s", LADDER[self.rung], LADDER[rung], why)
+        self.rung = rung
