@@ -458,7 +458,16 @@ class ScaleComConfig:
         """The dtype of residues for gradients of this dtype. It is never less than float32."""
         return self.residue_dtype or ("float64" if grad_dtype == "float64" else "float32")
 
-    def rates_for(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float | None]:
+    def rates_for(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
+        """The rate of every tensor in the run's last stage. 1 means sent whole, or all of it.
+
+        For the arguments and errors, see `own_rates_for`.
+        """
+        rate = self.stages[-1][1].rate
+        own = self.own_rates_for(shapes)
+        return {name: rate if given is None else given for name, given in own.items()}
+
+    def own_rates_for(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float | None]:
         """Every tensor's own rate: 1 if it is always sent whole, None if `rate` says it.
 
         Args:

@@ -57,6 +57,7 @@ class ScaleComReference:
         residues: m, one {name: array shaped like the tensor} per worker.
         step_number: t, the number of steps taken.
         selections: I, {name: flat indices (k,)} of the last step's compressed tensors.
+        rates: {name: own rate}; see config.own_rates_for.
         rung: the rung of rate="auto" (stages.py), which `take_rung` changes.
     """
 
@@ -70,7 +71,7 @@ class ScaleComReference:
         self.n_workers = n_workers
         self.config = config.resolved()
         self.shapes = dict(shapes)
-        self.rates = self.config.rates_for(self.shapes)
+        self.rates = self.config.own_rates_for(self.shapes)
         self.rung = START if self.config.rate == "auto" else None
         self._rung_since = 0
         self._stage = self._stage_at(0)
@@ -224,8 +225,11 @@ class ScaleComReference:
         self._chosen_ahead[name] = self._choose(name, self.step_number + 1, m, guess)
 
     def _top_k(self, name: str, acc: Array) -> Indices:
-        rate = self.rates[name] or self._stage.rate
-        return select(acc, Lanes(acc.size, rate), self.config.selection)
+        return select(acc, Lanes(acc.size, self.rate_of(name)), self.config.selection)
+
+    def rate_of(self, name: str) -> float:
+        """The rate at which a compressed tensor is sent in this step."""
+        return self.rates[name] or self._stage.rate
 
 
 def select(accumulator: Array, lanes: Lanes, selection: str) -> Indices:

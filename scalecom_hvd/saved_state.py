@@ -27,7 +27,9 @@ _GONE = ("step_ahead", "wire_dtype", "warmup_rate")
 _FREE_SETTINGS = ("warmup_steps", *_GONE, "total_steps", "flush", "nu", "outliers", "max_norm")
 # Settings that may also differ for ScaleCom. They may not for other methods and quantisers, which
 # draw, or choose, bucket by bucket. (If leaders are staggered, they take other turns.)
-_FREE_FOR_SCALECOM = ("bucket_bytes",)
+_FREE_FOR_SCALECOM = ("bucket_bytes", "rate", "bits")
+# What lanes depend on, besides `rates`.
+_OF_LANES = ("warmup_steps", "rate", "bits")
 
 
 def check_state(
@@ -70,8 +72,9 @@ def check_state(
 
 
 def without_choice(state: Saved, config: ScaleComConfig) -> dict[str, Any]:
-    """The state. If the warm-up of this run ends later, look-ahead's choice is left out."""
-    if config.warmup_steps == state["config"].get("warmup_steps", config.warmup_steps):
+    """The state. If lanes may differ in this run, look-ahead's choice is left out."""
+    mine, saved = config.to_dict(), state["config"]
+    if all(mine[name] == saved.get(name, mine[name]) for name in _OF_LANES):
         return dict(state)
     kept = {key: value for key, value in state.items() if key != "offsets"}
     if "method_state" in state:

@@ -66,7 +66,7 @@ def check_run(
 
     Args:
         config: the settings.
-        own_rates: {name: own rate}; see config.rates_for.
+        own_rates: {name: own rate}; see config.own_rates_for.
         shapes: {name: shape} of all tensors, in the model's order.
         exchanges_in: how many exchanges there are in a number of steps.
     """

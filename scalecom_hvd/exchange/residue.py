@@ -96,7 +96,7 @@ class Residues:
         skipped_steps: how many did not, because a gradient was not finite on some rank.
         buckets: the names in each bucket, once ranks have agreed on them.
         ranks, rank: how many ranks there are, and which one this is, once this is known.
-        rates: {name: own rate} of all parameters, once they are known; see config.rates_for.
+        rates: {name: own rate} of all parameters, once they are known; see config.own_rates_for.
         rung: the rung of rate="auto" (stages.py). None: the rate is given.
         rung_since: the first step that is on it.
         given_back: names of those that became what they were before the step before, because its
@@ -142,8 +142,9 @@ class Residues:
         """What compressed tensors send in a step, on the present rung."""
         if self.rung is not None:
             return LADDER[self.rung]
-        begun = [s for first, s in self.config.stages if self.synchronisations_in(first) <= step]
-        return begun[-1]
+        stages, exchanges_in = self.config.stages, self.synchronisations_in
+        begun = [stage for first, stage in stages[1:] if exchanges_in(first) <= step]
+        return begun[-1] if begun else stages[0][1]
 
     def take_rung(self, rung: int) -> bool:
         """Go on on this rung from the coming step on. Return whether it is another one."""
@@ -193,7 +194,7 @@ class Residues:
                     "ranks. Train it as two real parameters, or leave it out of this optimizer"
                 )
         shapes = dict(whole or {name: tuple(p.shape) for name, p in parameters.items()})
-        self.rates = self.config.rates_for(shapes)
+        self.rates = self.config.own_rates_for(shapes)
         self.tensors = {
             name: CompressedTensor(name, parameter, self.rates[name], self.config)
             for name, parameter in parameters.items()

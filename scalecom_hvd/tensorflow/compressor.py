@@ -359,9 +359,7 @@ class ScaleCom(Tracked, Compressor):
         """
         bound = self._bound
         bound.shapes |= {name: tuple(variable.shape) for name, variable in variables.items()}
-        own, stage = self.config.rates_for(bound.shapes), self.config.stages[0][1]
-        rates = {name: stage.rate if rate is None else rate for name, rate in own.items()}
-        bound.rates = rates | bound.rates
+        bound.rates = self.config.rates_for(bound.shapes) | bound.rates
         return {name: bound.rates[name] for name in variables}
 
     def _make_stream(self) -> None:

@@ -108,7 +108,7 @@ class MethodReference(ScaleComReference):
         kind = np.dtype(self.config.residue_dtype_for(str(grads[0][names[0]].dtype)))
         tensors, start = [], 0
         for name in names:
-            lanes = geometry(grads[0][name].size, self.rates[name], self.config.selection)
+            lanes = geometry(grads[0][name].size, self.rate_of(name), self.config.selection)
             tensors.append((lanes, slice(start, start + lanes.numel)))
             start += lanes.numel
         for mine in self.residues:

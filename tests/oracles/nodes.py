@@ -30,14 +30,14 @@ def train(model, optimizer, config, nodes, local, steps, loss, shards=rows):
     """
     named = dict(model.named_parameters())
     references = []
-    rates = config.rates_for({name: tuple(p.shape) for name, p in named.items()})
+    rates = config.own_rates_for({name: tuple(p.shape) for name, p in named.items()})
     for j in range(local):
         shapes = {name: tuple(shards(p.data, local)[j].shape) for name, p in named.items()}
         reference = ScaleComReference(nodes, shapes, config)
         # The sizes of whole tensors decide which tensors are compressed. Shards may be empty.
         reference.rates = {n: r if np.prod(shapes[n]) else 1 for n, r in rates.items()}
         references.append(reference)
-    kappas = {p: 1 - config.nu for name, p in named.items() if rates[name] > 1}
+    kappas = {p: 1 - config.nu for name, p in named.items() if rates[name] != 1}
     steps_of = momentum.Steps(optimizer, kappas)
     for step in range(steps):
         grads = []

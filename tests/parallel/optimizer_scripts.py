@@ -70,8 +70,8 @@ class Script:
         # torch's SGD cannot add a dense gradient to momentum that was sparse.
         self.momentum = choose((0.0, 0.9)) if self.sparse == "no" else 0.0
         # Integers are rounded, so no other setting gives the same results.
-        integers = {"bits": choose((2, 3, 5)), "warmup_rate": choose((1, 2, 4))}
-        self.narrow = choose(({"bits": 32}, {}, integers))
+        rate = choose((10, 1, {0: 1, 2: 10}, {0: 2, 1: 4, 3: 10}))
+        self.narrow = choose(({"bits": 32}, {}, {"bits": choose((2, 3, 5)), "rate": rate}))
         self.models = [Drawn(number) for number in range(choose((1, 1, 2)))]
         hidden = ("program", "choose", "happens", "ranks", "models")
         program.note({name: value for name, value in vars(self).items() if name not in hidden})

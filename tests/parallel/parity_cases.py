@@ -37,22 +37,21 @@ CASES = {
     },
     "integers of 3 bits": {"bits": 3, "rate": 16, "beta": 0.3},
     "integers, look-ahead, many buckets": STAGGERED | {"bits": 2, "rate": 7.5, "lookahead": True},
-    "integers, a warm-up at a rate of its own": {
+    "integers, a schedule": {
         "bits": 3,
-        "rate": 16,
+        "rate": {0: 1, 3: 4, 6: 16},
         "rates": {"n64*": 2, "matrix": 300},
         "beta": 0.3,
-        "warmup_steps": 5,
-        "warmup_rate": 4,
     },
-    "exact, 32 bits, a warm-up at a rate of its own": PLAIN
+    "exact, 32 bits, a schedule": PLAIN
     | {
         "selection": "exact",
         "leader": "staggered",
         "bucket_bytes": 20_000,
-        "warmup_steps": 4,
-        "warmup_rate": 5,
+        "rate": {0: 5, 4: 30},
     },
+    "all in few bits, many buckets": STAGGERED | {"bits": 4, "rate": 1},
+    "all in 32 bits, after a start at rate 4": PLAIN | {"rate": {0: 4, 3: 1}},
     "integers of float64 gradients": {
         "bits": 4,
         "rate": 30,
@@ -73,7 +72,7 @@ LONG = [
     *("few are left", "many are sent, look-ahead", "the same, look-ahead"),
     *("exact, look-ahead", "32 bits", "integers of float64 gradients"),
     *("float64 gradients", "float16 gradients, look-ahead", "integers of 3 bits"),
-    "exact, 32 bits, a warm-up at a rate of its own",
+    *("exact, 32 bits, a schedule", "all in 32 bits, after a start at rate 4"),
 ]
 in_all_cases = pytest.mark.parametrize(
     "settings",

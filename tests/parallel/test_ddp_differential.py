@@ -95,7 +95,7 @@ def draw(program):
         "method": method,
         "settings": for_method(getattr(ddp, method), settings),
         # Only for ScaleCom at rate 10: nothing else gives what rounded integers give.
-        "integers": choose([{"bits": 32}, {"warmup_rate": choose([1, 4])}]),
+        "integers": choose([{"bits": 32}, {"bits": 4, "rate": choose([10, 1, {0: 1, 2: 4}])}]),
         "change": (choose(changes), choose([list(ranks), [choose(ranks)]])),
     }
 

@@ -12,7 +12,8 @@ import scalecom_hvd.tensorflow as hvd
 
 @in_all_cases
 def test_parity(settings):
-    settings = settings | {"warmup_rate": 1}  # TensorFlow has no other
+    if isinstance(settings["rate"], dict) or settings["rate"] == 1:
+        pytest.skip("for PyTorch alone")
     compressor = run_against_reference(**settings)
     assert len(compressor.exchanges()[0].buckets) >= 4 or "leader" not in settings
 

@@ -75,7 +75,7 @@ class Trained:
                 fields |= sent | (script.narrow if sent != EVERYTHING else {})
             if library is stock:
                 fields["named_parameters"] = named.items()
-                fields.pop("warmup_rate", None)  # Horovod's own optimizer refuses it
+                fields["rate"] = sent["rate"]  # Horovod's own optimizer takes no schedule
             kind = getattr(hvd, method)
             self.compressor = kind(loss_scale=lambda: self.scale_now, **for_method(kind, fields))
         if script.groups is not None and library is hvd:

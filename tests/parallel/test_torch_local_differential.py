@@ -522,7 +522,7 @@ def draw_setting(choose):
             "lookahead": choose((False, True)),
         }
         if not whole:  # plain PyTorch does not give rounded numbers
-            fields |= choose(({}, {}, {"bits": 3, "warmup_rate": choose((1, 4))}))
+            fields |= choose(({}, {}, {"bits": 3, "rate": choose((10, 1, {0: 1, 5: 10}))}))
     local_steps = choose((1, 2, 3, 4, 6, {0: 1, 3: 4}, {0: 4, 6: 2, 9: 3}))
     least = min(local_steps.values()) if isinstance(local_steps, dict) else local_steps
     fragments = choose((1, 1, 2, 3))

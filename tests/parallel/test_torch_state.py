@@ -113,7 +113,7 @@ def without(name):
 
 # {what the error says: (what the state says instead, the model's shapes, settings)}
 UNFIT = {
-    r"rate=20.0 in the state and 50.0 now": ({}, SHAPES, {"rate": 50}),
+    r"beta=0.5 in the state and 0.7 now": ({}, SHAPES, {"beta": 0.7}),
     r"version 99, but this release reads only version 2": ({"version": 99}, SHAPES, {}),
     r"third has shape \(5000,\) in the state and \(6000,\) in the model": (
         {},

@@ -55,7 +55,7 @@ class Served:
         self.named = parameters() if named is None else named
         config = ScaleComConfig(**{"rate": 5, "min_numel": 0, "nu": nu, **settings})
         self.residues = Residues(config.resolved(mixes_momentum=True))
-        self.residues.rates = config.rates_for({n: tuple(p.shape) for n, p in self.named.items()})
+        self.residues.attach(self.named)
         collectives = SimpleNamespace(size=ranks)
         self.momentum = QuasiHyperbolic(self.named, self.residues, collectives, by_hook)
         self.optimizer = make(self.named.values())

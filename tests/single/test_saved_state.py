@@ -64,10 +64,10 @@ def test_settings_are_no_part_of_what_all_states_have():
 def test_residues_of_other_settings():
     with pytest.raises(
         ValueError,
-        match="beta=0.1 in the state and 0.2 now, rate=50.0 in the state and 20.0 now.*"
+        match="beta=0.1 in the state and 0.2 now, min_numel=9 in the state and 2048 now.*"
         "go on without loading the state",
     ):
-        check_state(state(config=CONFIG.replace(rate=50, beta=0.1).to_dict()), CONFIG, SCALECOM)
+        check_state(state(config=CONFIG.replace(min_numel=9, beta=0.1).to_dict()), CONFIG, SCALECOM)
     other_buckets = CONFIG.replace(bucket_bytes=1000).to_dict()
     refusal = "other settings: bucket_bytes=1000 in the state and 26214400 now"
     # These draw random numbers, or choose, per bucket.

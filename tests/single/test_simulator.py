@@ -45,8 +45,10 @@ MODES = [
     {"bits": 32},
     {"bits": 3, "rate": 16},
     {"bits": 2, "rate": 7.5, "lookahead": True, "warmup_steps": 2, "beta": 1.0},
-    {"warmup_steps": 5, "warmup_rate": 4, "bits": 3, "rate": 16},
-    {"warmup_steps": 5, "warmup_rate": 10, "rates": {"n64*": 7, "matrix": 1000}, "lookahead": True},
+    {"rate": {0: 1, 3: 4, 6: 16}, "bits": 3},
+    {"rate": {0: 10, 5: 100}, "rates": {"n64*": 7, "matrix": 1000}, "lookahead": True},
+    {"rate": 1, "bits": 4, "leader": "staggered", "bucket_bytes": 5000},
+    {"rate": {0: 4, 3: 1}, "bits": 32},
     {"warmup_steps": 5, "beta": 1.0, "dense": ["matrix"]},
     {"warmup_steps": 5, "lookahead": True, "rates": {"n64*": 10, "matrix": 1000}},
 ]
@@ -74,9 +76,9 @@ def test_a_run_that_turns_out_longer_goes_on(saved_at):
 
     look-ahead's choice then belongs to other lanes.
     """
-    few_bits = {"rate": 16, "bits": 3, "lookahead": True, "warmup_rate": 4}
+    few_bits = {"bits": 3, "lookahead": True}
     short, long = (
-        simulate(2, total_steps=10 * steps, warmup_steps=steps, **few_bits) for steps in (3, 5)
+        simulate(2, total_steps=10 * steps, rate={0: 4, steps: 16}, **few_bits) for steps in (3, 5)
     )
     for step in range(saved_at):
         short.step(as_tensors(made_up(2, step)))

@@ -66,14 +66,14 @@ def test_settings_of_the_object(monkeypatch):
     for settings, error, message in (
         ({"rate": 0.5}, ValueError, "at least 1"),
         ({"beta": 0}, ValueError, "beta must be in"),
-        ({"warmup_steps": 3, "warmup_rate": 4}, ValueError, "a warm-up is sent whole. Leave out"),
+        ({"rate": {0: 4, 3: 8}}, ValueError, "works only in PyTorch, because a graph has one rate"),
         ({"ratte": 5}, ValueError, "no setting ratte; did you mean rate"),
         ({"named_parameters": []}, TypeError, "named_parameters is for PyTorch"),
         ({"loss_scale": 1024}, TypeError, "must be a LossScaleOptimizer or a callable"),
     ):
         with pytest.raises(error, match=message):
             hvd.ScaleCom(**settings)
-    hvd.ScaleCom(warmup_rate=4)
+    hvd.ScaleCom(rate=1)
 
 
 def test_the_stats_before_training():
