@@ -74,7 +74,6 @@ class ScaleComReference:
         self.rates = self.config.own_rates_for(self.shapes)
         self.rung = START if self.config.rate == "auto" else None
         self._rung_since = 0
-        self._stage = self._stage_at(0)
         self.bucket_of = {
             name: b for b, names in enumerate(buckets or [list(self.shapes)]) for name in names
         }
@@ -110,24 +109,23 @@ class ScaleComReference:
         self.selections = {}
         averages = self._average(everyone)
         self.step_number += 1
-        self._enter_stage()
+        if self._stage_at(self.step_number) != self._stage_at(self.step_number - 1):
+            self._chosen_ahead = {}  # it has the lanes of the stage before
         return averages
 
     def take_rung(self, rung: int) -> None:
         """Go on on this rung from the next step on."""
         if rung != self.rung:
             self.rung, self._rung_since = rung, self.step_number
-            self._enter_stage()
 
     def _stage_at(self, step: int) -> Stage:
         if self.rung is not None:
             return LADDER[self.rung]
         return [stage for first, stage in self.config.stages if first <= step][-1]
 
-    def _enter_stage(self) -> None:
-        before, self._stage = self._stage, self._stage_at(self.step_number)
-        if self._stage != before:
-            self._chosen_ahead = {}  # it has the lanes of the stage before
+    @property
+    def _levels(self) -> int:
+        return levels_of(self._stage_at(self.step_number).bits)
 
     def _average(self, grads: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
         return {
@@ -190,7 +188,7 @@ class ScaleComReference:
         for i in range(self.n_workers):
             v = self._value(m[i][I], grad[i][I])  # (1)
             if scale is not None:
-                v = integers(v, scale, levels_of(self._stage.bits)) * scale
+                v = integers(v, scale, self._levels) * scale
             m[i][I] -= beta * v
             m[i] += beta * grad[i]  # (2)
             sent.append(v)
@@ -213,7 +211,7 @@ class ScaleComReference:
         """I, and the scales of v there, as the leader of a step chooses them."""
         j = self.leader(name, step)
         I = self._top_k(name, m[j] + grad[j])
-        levels = levels_of(self._stage.bits)
+        levels = self._levels
         return I, scales(self._value(m[j][I], grad[j][I]), levels) if levels else None
 
     def _choose_first(self, name: str, m: list[Array], grad: list[Array]) -> None:
@@ -229,7 +227,7 @@ class ScaleComReference:
 
     def rate_of(self, name: str) -> float:
         """The rate at which a compressed tensor is sent in this step."""
-        return self.rates[name] or self._stage.rate
+        return self.rates[name] or self._stage_at(self.step_number).rate
 
 
 def select(accumulator: Array, lanes: Lanes, selection: str) -> Indices:

@@ -142,6 +142,8 @@ def draw_setting(choose: Choose, ranks: Sequence[int]) -> Setting:
         "dense": choose(((), (), (choose(names),), ("auto:output",), (names[0], "auto:output"))),
         "rates": choose((None, None, {choose(names): choose((3, 50, 1)), "*": 20})),
     }
+    if fields["rate"] == 1 or isinstance(fields["rate"], dict):
+        fields["selection"] = "lanes"  # where every element is sent, there is nothing to choose
     groups = None
     if choose((False, False, True)):
         groups = [[], [], []]
@@ -287,7 +289,7 @@ class Truth:
         reference, config = self.reference, self.setting.config
         before = self.save()
         whole = bool(
-            reference.step_number < config.whole_steps
+            reference.step_number < config.warmup_steps
             or (config.lookahead and self.compressed and not reference._chosen_ahead)
         )
         arrays = self._in_residue_units(grads, scale, whole)

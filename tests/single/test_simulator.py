@@ -16,7 +16,9 @@ from scalecom_hvd.agreement import Names
 from scalecom_hvd.exchange.collectives import CollectiveError
 from scalecom_hvd.exchange.methods import RandomK
 from scalecom_hvd.exchange.simulator import Network, SimulatedCollectives, Simulation
+from scalecom_hvd.rate_controller import RateController
 from scalecom_hvd.reference import ScaleComReference
+from scalecom_hvd.stages import LADDER, WHOLE
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 
@@ -58,6 +60,34 @@ MODES = [
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_simulated_workers_are_those_of_the_reference(n, mode):
     hold_against_reference(n, **mode)
+
+
+class Restless(RateController):
+    """Takes another rung whenever it is asked."""
+
+    def note(self, seconds, exposed):
+        self.rung = (self.rung + 7) % len(LADDER)
+        return self.rung
+
+
+@pytest.mark.parametrize("fields", [{}, {"beta": 1.0, "bucket_bytes": 5000}], ids=str)
+@pytest.mark.parametrize("n", [1, 3])
+def test_nothing_is_lost_when_the_rung_changes(n, fields, monkeypatch):
+    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", Restless)
+    simulation = simulate(n, ODD_SHAPES, **fields, rate="auto")
+    reference = ScaleComReference(n, ODD_SHAPES, simulation.compressors[0].config)
+    rungs = []
+    for step in range(24):
+        everyone = made_up(n, step, ODD_SHAPES)
+        if step in (3, 8):
+            everyone[-1]["n6401"][17] = np.nan
+        step_as(reference, simulation, everyone, 1e-6, rolled_back=1e-5)
+        assert len({c.residues.rung for c in simulation.compressors}) == 1
+        rungs.append(simulation.compressors[0].residues.rung)
+        reference.take_rung(rungs[-1])
+        assert simulation.compressors[0].stats()["rung"] == str(LADDER[rungs[-1]])
+    assert len(set(rungs)) > 6
+    assert WHOLE in rungs
 
 
 @pytest.mark.parametrize(
