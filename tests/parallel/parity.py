@@ -77,6 +77,9 @@ def run_against_reference(
                 err_msg=f"{name} at step {step}",
             )
         end_step()
+        if reference.rung is not None:
+            assert len(set(hvd.allgather_object(compressor.residues.rung, name="rung"))) == 1
+            reference.take_rung(compressor.residues.rung)
     assert same_on_all_ranks(model.values())
     return compressor
 

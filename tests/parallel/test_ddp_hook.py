@@ -29,6 +29,7 @@ from models import (
 )
 from parity import run_against_reference
 from parity_cases import in_all_cases
+from rungs import Restless
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -71,6 +72,11 @@ def by_hook(model, compressor, _):
 @in_all_cases
 def test_parity(settings):
     run_against_reference(make=by_hook, **settings)
+
+
+def test_other_rungs(monkeypatch):
+    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", Restless)
+    run_against_reference(make=by_hook, rate="auto", bucket_bytes=3000)
 
 
 class Net(nn.Module):

@@ -17,6 +17,7 @@ from faces import horovods_alone, hvd, stock
 from made_up import came_in, gradients
 from models import OPTIMIZERS, SETTINGS, parameters, same_on_all_ranks
 from oracles import nodes as oracle
+from rungs import Restless
 from test_ddp_sharded import NODES, Net, local, loss, make_mesh, shard, whole
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -289,6 +290,18 @@ def test_all_ranks_of_a_node_compress_the_same(face, settings):
     assert hvd.allgather_object(rates, name="rates") == found
     assert rates["0.bias"] == (1 if "rates" in settings else None)
     assert rates["2.weight"] == (2 if "rates" in settings else None)
+
+
+@on_every_face
+def test_all_ranks_of_all_nodes_take_a_rung_together(face, monkeypatch):
+    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", Restless)
+    trained, rungs = make(face, rate="auto", nu=None, beta=None), []
+    for step in range(12):
+        take(trained, step)
+        assert same_on_all_ranks(trained.values().values())
+        rungs.append(trained.method.residues.rung)
+    assert hvd.allgather_object(rungs, name="rungs") == [rungs] * hvd.size()
+    assert len(set(rungs)) > 3
 
 
 @pytest.mark.parametrize("face", [face for face in FACES if face is not Hook])  # DDP has none

@@ -7,12 +7,22 @@ import pytest
 from faces import hvd, in_every_library, stock
 from parity import run_against_reference
 from parity_cases import STAGGERED, in_all_cases
+from rungs import Restless
+
+from scalecom_hvd.stages import START
 
 
 @in_all_cases
 def test_parity(settings):
     compressor = run_against_reference(**settings)
     assert len(compressor.residues.buckets) >= 4 or "leader" not in settings
+
+
+@pytest.mark.parametrize("settings", [{}, {"beta": 0.3, "bucket_bytes": 3000}], ids=str)
+def test_other_rungs(settings, monkeypatch):
+    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", Restless)
+    compressor = run_against_reference(rate="auto", **settings)
+    assert compressor.residues.rung != START
 
 
 def test_the_plain_kernel(monkeypatch):

@@ -10,13 +10,13 @@ import pytest
 import simulated
 import torch
 from parallel.made_up import FINE_SHAPES, ODD_SHAPES, SHAPES, Fine, fine
+from rungs import Restless
 from simulated import as_tensors, assert_same, made_up, residues_of, step_as
 
 from scalecom_hvd.agreement import Names
 from scalecom_hvd.exchange.collectives import CollectiveError
 from scalecom_hvd.exchange.methods import RandomK
 from scalecom_hvd.exchange.simulator import Network, SimulatedCollectives, Simulation
-from scalecom_hvd.rate_controller import RateController
 from scalecom_hvd.reference import ScaleComReference
 from scalecom_hvd.stages import LADDER, WHOLE
 
@@ -60,14 +60,6 @@ MODES = [
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_simulated_workers_are_those_of_the_reference(n, mode):
     hold_against_reference(n, **mode)
-
-
-class Restless(RateController):
-    """Takes another rung whenever it is asked."""
-
-    def note(self, seconds, exposed):
-        self.rung = (self.rung + 7) % len(LADDER)
-        return self.rung
 
 
 @pytest.mark.parametrize("fields", [{}, {"beta": 1.0, "bucket_bytes": 5000}], ids=str)

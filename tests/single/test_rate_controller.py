@@ -1,0 +1,122 @@
+"""The controller of rate="auto" by itself, on networks that are made up.
+
+A network is a function that gives what a step on a rung takes: (seconds, seconds exposed).
+"""
+
+import random
+import statistics
+
+import pytest
+
+from scalecom_hvd.rate_controller import CHANGED, RateController
+from scalecom_hvd.stages import LADDER, START, WHOLE
+
+ELEMENTS, COMPUTE = 25e6, 0.17
+# What compression itself exposes: nothing if all is sent whole, most if nearly all is.
+KERNELS = [0, 0.06, 0.055, 0.05, 0.045, 0.04, 0.04, 0.04, 0.04, 0.04]
+
+
+def network(gigabits, ranks=2, noise=0.05, compute=COMPUTE, seed=0, straggles=0.0):
+    """Three fifths of backward hide communication. straggles: seconds that another rank is late."""
+    dice = random.Random(seed)
+
+    def step(rung):
+        travels = LADDER[rung].bytes_of(ranks) * ELEMENTS * 8 / (gigabits * 1e9)
+        own = compute * (1 + dice.gauss(0, noise))
+        exposed = max(travels - 0.6 * own, 0.15 * travels) + 0.6 * KERNELS[rung]
+        exposed += abs(dice.gauss(0, straggles))
+        return own + 0.4 * KERNELS[rung] + exposed, exposed
+
+    return step
+
+
+def run(controller, step, steps):
+    """The rungs that it took."""
+    rungs = []
+    for _ in range(steps):
+        rungs.append(controller.rung)
+        controller.note(*step(controller.rung))
+    return rungs
+
+
+def median(step, rung):
+    return statistics.median(step(rung)[0] for _ in range(99))
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("gigabits", [0.1, 1, 10, 40])
+def test_steps_are_as_short_as_on_the_best_rung(gigabits, ranks, noise):
+    """A denser rung that takes a little longer is preferred: it sends more."""
+    for seed in range(5):
+        step = network(gigabits, ranks, noise, seed=seed)
+        controller = RateController(ranks)
+        rungs = run(controller, step, 1200)
+        best = min(median(step, rung) for rung in range(len(LADDER)))
+        assert median(step, rungs[-1]) < 1.09 * best
+        assert sum(a != b for a, b in zip(rungs[200:], rungs[201:], strict=False)) <= 3
+        # What it tried on the way costs little.
+        assert sum(step(rung)[0] for rung in rungs) < 1.11 * 1200 * best
+        assert gigabits < 10 or rungs[-1] == WHOLE
+
+
+def test_it_settles_within_a_hundred_steps():
+    for gigabits in (0.1, 1, 10):
+        controller = RateController(4)
+        run(controller, network(gigabits, 4, noise=0.02), 112)
+        assert controller.is_settled
+
+
+def test_a_slow_rank_is_not_mended_by_sending_less():
+    step = network(10, noise=0.02, straggles=0.1)
+    rungs = run(RateController(2), step, 1000)
+    assert max(rungs) <= START + 2
+    assert sum(a != b for a, b in zip(rungs[200:], rungs[201:], strict=False)) <= 3
+
+
+def test_it_searches_again_if_steps_take_another_time():
+    """The network becomes slower, and later the computation longer."""
+    controller = RateController(2)
+    assert run(controller, network(40, noise=0.02), 300)[-1] == WHOLE
+    slow = run(controller, network(0.3, noise=0.02), 800)[-1]
+    assert slow >= START
+    longer = run(controller, network(0.3, noise=0.02, compute=20 * COMPUTE), 2500)[-1]
+    assert longer < slow
+    assert controller.is_settled
+
+
+def test_the_first_steps_and_pauses_do_not_count():
+    """They compile, or evaluate."""
+    calls, inner = iter(range(400)), network(40, noise=0.02)
+
+    def step(rung):
+        number, (seconds, exposed) = next(calls), inner(rung)
+        return (seconds + 9, exposed) if number < 2 or number % 40 == 0 else (seconds, exposed)
+
+    assert run(RateController(2), step, 400)[-1] == WHOLE
+
+
+def test_a_hopeless_rung_is_left_at_once():
+    controller = RateController(2)
+    rungs = run(controller, network(2, noise=0.0), 400)
+    assert rungs.count(WHOLE) <= 3
+
+
+def test_a_user_is_told(caplog):
+    caplog.set_level("INFO", "scalecom_hvd")
+    controller = RateController(2)
+    rungs = run(controller, network(40, noise=0.02), 400)
+    changes = sum(a != b for a, b in zip(rungs, rungs[1:], strict=False))
+    assert len(caplog.records) == changes
+    assert "rate='auto' goes from rate 8, 4 bits to rate" in caplog.text
+    assert "s a step" in controller.reason
+
+
+def test_noise_below_the_threshold_changes_nothing():
+    controller = RateController(2)
+    run(controller, network(10, noise=0.02), 200)
+    settled, dice = controller.rung, random.Random(1)
+    for _ in range(2000):
+        seconds, exposed = network(10, noise=0.0)(settled)
+        controller.note(seconds * (1 + dice.uniform(-CHANGED, CHANGED)), exposed)
+        assert controller.rung == settled
