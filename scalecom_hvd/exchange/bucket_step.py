@@ -26,6 +26,7 @@ from scalecom_hvd.exchange.accumulators import Accumulators
 from scalecom_hvd.exchange.background_thread import Job
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step, Wait
+from scalecom_hvd.exchange.devices import on_host
 from scalecom_hvd.exchange.gradients import check_sizes
 from scalecom_hvd.exchange.kernels.base import Count, Kernel, Wire, positions_of
 from scalecom_hvd.exchange.kernels.native_kernel import NativeKernel
@@ -450,3 +451,35 @@ class BucketStep:
         """Release the gradients, because the step is over. Nothing can be rolled back any more."""
         for kernel, _ in self._bucket.kernels:
             kernel.release()
+
+
+def outcome(
+    steps: Sequence[BucketStep], others: Iterable[torch.Tensor], has_votes: bool
+) -> tuple[bool, set[str], int]:
+    """What all ranks see alike of a step whose values have arrived.
+
+    Args:
+        steps: of all its buckets.
+        others: averages that travelled in another way.
+        has_votes: whether ranks have voted.
+
+    Returns:
+        Whether the step is sound, the names of tensors that no rank has used, and the votes' sum.
+    """
+    sound = [step.is_sound() for step in steps]
+    sound += [values.isfinite().all() for values in others]
+    told = [step for step in steps if step.flags is not None]
+    asked = [*(step.norms for step in steps), *(step.flags for step in told)]
+    voted = [step.votes() for step in steps[:1] if has_votes]
+    # Here the host waits for its devices.
+    known = iter(on_host([*asked, *voted, *sound]))
+    for step in steps:
+        step.norms = next(known)
+    unused = {
+        name
+        for step in told
+        for name, flag in zip(step.names, next(known).tolist(), strict=True)
+        if not flag
+    }
+    votes = round(float(next(known))) if voted else 0
+    return all(map(bool, known)), unused, votes

@@ -44,10 +44,12 @@ class Sampler:
     Attributes:
         every: steps 0, every, 2 every, ... are looked at.
         last: the numbers of the last look, and its step. None: there was no look yet.
+        seen: the step that ranks must still compare. None: there is none.
     """
 
     def __init__(self, diagnostics: Diagnostics) -> None:
         self.last: Numbers | None = None
+        self.seen: int | None = None
         self.every, self._sample = diagnostics.every, diagnostics.sample
         self._files = Files("diagnostics", diagnostics.csv, diagnostics.tensorboard)
         self._before: dict[str, Before] = {}
@@ -89,6 +91,11 @@ class Sampler:
                 column = seen.residue, seen.accumulator, average, tensor.residue[places]
                 zeros = tuple(map(torch.zeros_like, column))
                 self._columns[name] = zeros if seen.frozen else column
+
+    def due(self) -> int | None:
+        """The step that ranks must still compare. From now on there is none."""
+        step, self.seen = self.seen, None
+        return step
 
     def look(self, step: int, collectives: Collectives, name: str) -> None:
         """Let ranks compare what they saw of a step that is over.

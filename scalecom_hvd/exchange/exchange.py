@@ -37,9 +37,9 @@ from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.bucket_plan import Part, plan_buckets
-from scalecom_hvd.exchange.bucket_step import BucketStep
+from scalecom_hvd.exchange.bucket_step import BucketStep, outcome
 from scalecom_hvd.exchange.collectives import Collectives, Step, Wait, gather_objects
-from scalecom_hvd.exchange.devices import Streams, on_host
+from scalecom_hvd.exchange.devices import Streams
 from scalecom_hvd.exchange.diagnostics_sampler import Sampler
 from scalecom_hvd.exchange.face import Face, Options
 from scalecom_hvd.exchange.methods.base import Method
@@ -123,7 +123,6 @@ class Exchange(Averager):
         self.streams = Streams(tensor.device for tensor in like.values())
         self._thread = BackgroundThread(self, self._go_on)
         self._failure: BaseException | None = None
-        self._look_at: int | None = None  # the step that ranks must still compare
         self._channels: list[Collectives] = []
         self._waves = Waves([], self._channels, self._bucket_step)
         # {bucket's number: norms of residues and gradients}, for the step's parts so far.
@@ -200,17 +199,13 @@ class Exchange(Averager):
             Exception: a collective failed, and the transport raised this. The step is rolled back.
         """
         ending = self.node.ending_a_step() if self.node else contextlib.nullcontext()
-        if self._pace is not None:
-            self._pace.wait_begins()
-        before = self.residues.step
-        with self.entered(), ending:
+        waiting = self._pace.waiting() if self._pace else contextlib.nullcontext()
+        with waiting, self.entered(), ending:
             self._finishing = True
             try:
                 averages = self._finish()
             finally:
                 self._finishing = False
-        if self._pace is not None:
-            self._pace.wait_ends(counts=self.residues.step > before)
         if looks:
             self.look()
         return averages
@@ -224,7 +219,7 @@ class Exchange(Averager):
 
         all_are_here: whether all ranks call this. If not, nothing is compared.
         """
-        step, self._look_at = self._look_at, None
+        step = None if self._sampler is None else self._sampler.due()
         if step is not None and all_are_here:
             with self.entered():
                 self._sampler.look(step, self.collectives, self.names("diagnostics"))
@@ -259,7 +254,9 @@ class Exchange(Averager):
         """At the next step, ranks compare and make buckets again: other residues were loaded."""
         with self._lock:
             self._waves = Waves([], [], self._bucket_step)
-            self.agreed, self._look_at = False, None
+            self.agreed = False
+            if self._sampler is not None:
+                self._sampler.due()
             self._copies.forget()
 
     @property
@@ -443,7 +440,8 @@ class Exchange(Averager):
         self._advance()
         self._waves.complete(part)
         steps = [progress.step for progress in part]
-        counts, unused, votes = self._is_sound(steps)
+        others = self._face.average_others()
+        counts, unused, votes = outcome(steps, others, has_votes=self._pace is not None)
         names = [name for step in steps for name in step.names]
         ends = self.part is None or self.part.is_last
         chosen = {} if self._whole else {n: t.geometry.k for n, t in self.residues.tensors.items()}
@@ -464,29 +462,6 @@ class Exchange(Averager):
         if self._options.unused is not None:
             self._options.unused.end(used if counts else ())
         return {n: self.streams.give(average) for n, average in averages.items() if n in used}
-
-    def _is_sound(self, steps: Sequence[BucketStep]) -> tuple[bool, set[str], int]:
-        """Whether the step is sound, names that no rank has used, and what ranks vote for.
-
-        All ranks see the same.
-        """
-        others = [values.isfinite().all() for values in self._face.average_others()]
-        sound = [step.is_sound() for step in steps] + others
-        told = [(step.names, step.flags) for step in steps if step.flags is not None]
-        # Here the host waits for its devices.
-        votes = [] if self._pace is None else [steps[0].votes()]
-        flags = [flags for _, flags in told]
-        known = on_host([*(step.norms for step in steps), *votes, *sound, *flags])
-        for step in steps:
-            step.norms = known.pop(0)
-        voted = round(float(known.pop(0))) if votes else 0
-        unused = {
-            name
-            for (names, _), flags in zip(told, known[len(sound) :], strict=True)
-            for name, flag in zip(names, flags.tolist(), strict=True)
-            if not flag
-        }
-        return all(map(bool, known[: len(sound)])), unused, voted
 
     def _part(self) -> list[Progress]:
         """The progress of the buckets that this part is about. No bucket is in two parts."""
@@ -533,7 +508,7 @@ class Exchange(Averager):
                 progress.complete_state()
                 progress.bucket.drop_whole_values()
         if looks:
-            self._look_at = self.residues.step - 1
+            self._sampler.seen = self.residues.step - 1
 
     def _abort(self, restarted: bool = False) -> None:
         """Roll back and forget what was done of a step, for example if a collective failed."""
@@ -585,7 +560,7 @@ class Exchange(Averager):
             self._channels = [self.collectives.channel() for _ in range(channels)]
         self._face.hear(everyone, elsewhere)
         ranks, position = self.collectives.size, self.collectives.position
-        if residues.rung is not None:
+        if residues.rung is not None and residues.tensors:
             devices = [tensor.device for tensor in self._like.values()]
             self._pace = Pace(residues, ranks, position, devices)
         self._make_buckets(plan)

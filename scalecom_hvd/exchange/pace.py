@@ -6,8 +6,9 @@ with the first bucket's values, so all ranks take a rung from the same step on.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -31,7 +32,8 @@ class Pace:
         self, residues: Residues, ranks: int, position: int, devices: Iterable[torch.device]
     ) -> None:
         self._residues = residues
-        self._controller = RateController(ranks, residues.rung) if position == 0 else None
+        decides = position == 0 and ranks > 1
+        self._controller = RateController(ranks, residues.rung) if decides else None
         self._timer = Timer(devices)
         self._ended: float | None = None
 
@@ -44,19 +46,17 @@ class Pace:
         if votes:
             self._residues.take_rung(votes - 1)
 
-    def wait_begins(self) -> None:
-        """Note that there is nothing more to do for the caller but to wait for averages."""
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Enclose a step's end, in which the caller has nothing to do but to wait for averages."""
+        step = self._residues.step
         self._timer.start()
-
-    def wait_ends(self, counts: bool) -> None:
-        """Note that averages are here. counts: whether the step counts."""
+        yield
         self._timer.stop()
         began, self._ended = self._ended, time.perf_counter()
-        controller = self._controller
-        if controller is None or began is None or not counts:
-            return
-        # A step may still be on the rung before, until the others know of the change.
-        if controller.rung == self._residues.rung:
+        counts, controller = self._residues.step > step, self._controller
+        # Until the others know of a change, steps are on the rung before.
+        if counts and began and controller is not None and controller.rung == self._residues.rung:
             controller.note(self._ended - began, self._timer.seconds())
 
     def stats(self) -> Stats:

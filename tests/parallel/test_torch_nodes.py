@@ -295,7 +295,7 @@ def test_all_ranks_of_a_node_compress_the_same(face, settings):
 @on_every_face
 def test_all_ranks_of_all_nodes_take_a_rung_together(face, monkeypatch):
     monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", Restless)
-    trained, rungs = make(face, rate="auto", nu=None, beta=None), []
+    trained, rungs = make(face, rate="auto", bits=None, nu=None, beta=None), []
     for step in range(12):
         take(trained, step)
         assert same_on_all_ranks(trained.values().values())

@@ -115,6 +115,11 @@ class LocalSteps(Averager):
                 "nu has no meaning with local steps, because each rank's optimizer has its own "
                 f"gradients, which are not late: leave out nu= of {type(method).__name__}"
             )
+        if method.config.rate == "auto":
+            raise ValueError(
+                "rate='auto' measures the time of each step, but local steps exchange seldom: give "
+                "a rate"
+            )
         if method.config.max_norm is not None:
             raise ValueError(
                 "max_norm= is for gradients, but local steps send changes: give clip_changes="
