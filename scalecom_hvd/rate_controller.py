@@ -94,8 +94,7 @@ class RateController:
             self._times, self.is_settled = {}, False
         self._times[self.rung] = time
         rung, why = self._next()
-        if rung == self.rung:
-            self.is_settled = True
+        self.is_settled = rung in self._times
         self._go(rung, f"{why} ({time:.3g} s a step, {self._exposed:.0%} of it exposed)")
 
     def _next(self) -> tuple[int, str]:
