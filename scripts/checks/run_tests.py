@@ -107,7 +107,7 @@ def without(files: Sequence[str], others: Sequence[str]) -> list[str]:
 
 TORCH = named("join local_topk torch_*")  # join() comes first: see there
 # Without what each rank computes by itself, and how pages describe it. No launcher changes that.
-OF_MANY = without(TORCH, named("pages profile simulator momentum", "torch_"))
+OF_MANY = without(TORCH, named("pages profile momentum", "torch_"))
 PROGRAMS = named("torch_differential torch_local_differential")
 TENSORFLOW = named("tensorflow_*")
 TAPES = f"{PARALLEL}tensorflow_tape.py::test_"
@@ -129,7 +129,7 @@ DDP += [
     f"{OF_METHODS}resuming_is_bit_identical[Momentum-{{}}-{x}]"
     for x in ("a new optimizer", "in mid-run")
 ]
-DDP_LONG = named("diagnostics local_states local_steps methods parity simulator", "torch_")
+DDP_LONG = named("diagnostics local_states local_steps methods parity", "torch_")
 # What Gloo has added up before all ranks have come. It needs three ranks.
 SUMS = [f"{PARALLEL}torch_unlike_ranks.py::test_one_rank_loads_its_residues_and_nothing_is_lost"]
 # They run at the same time, the longest first: see tests/integration/conftest.py.

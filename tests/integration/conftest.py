@@ -36,7 +36,6 @@ LONGEST = (
     "test_everything_that_is_here_works",
     "test_accuracy",
     "test_install",
-    "test_frameworks_agree",
     "test_stopped_and_resumed",
     "test_memory",
     "test_bytes",

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import io
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ __all__ = [
     "OPTIMIZERS",
     "SETTINGS",
     "SHAPES",
+    "Given",
     "assert_close",
     "assert_groups_go",
     "assert_nothing_is_lost",
@@ -26,7 +28,9 @@ __all__ = [
     "on_some_rank",
     "parameters",
     "same_on_all_ranks",
+    "take",
     "take_steps",
+    "through_a_file",
     "wrap",
 ]
 
@@ -54,6 +58,15 @@ def loss(model, rank, step):
     return (model(inputs) - wanted).square().mean()
 
 
+def take(model, optimizer, step):
+    """Take a step with each rank's own batch."""
+    from faces import hvd
+
+    optimizer.zero_grad()
+    loss(model, hvd.rank(), step).backward()
+    optimizer.step()
+
+
 def assert_close(model, other, rtol=1e-9):
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.allclose(p, q, rtol=rtol, atol=1e-12), name
@@ -79,17 +92,33 @@ def feed(model: dict[str, torch.nn.Parameter], grads: dict[str, np.ndarray], ski
         loss.backward()
 
 
-def wrap(library, model, lr=1.0, momentum=0.0, trained=None, options=None, **settings):
-    """Return an SGD that a library's DistributedOptimizer serves, and its ScaleCom.
+class Given(torch.nn.Module):
+    """A model of these parameters. Their gradients are what forward is given."""
+
+    def __init__(self, model: dict[str, torch.nn.Parameter]) -> None:
+        super().__init__()
+        for name, parameter in model.items():
+            self.register_parameter(name, parameter)
+
+    def forward(self, grads):
+        as_tensors = {
+            name: grad if isinstance(grad, torch.Tensor) else torch.as_tensor(np.array(grad))
+            for name, grad in grads.items()
+        }
+        return sum((self.get_parameter(n) * grad).sum().float() for n, grad in as_tensors.items())
+
+
+def wrap(library, model, lr=1.0, momentum=0.0, trained=None, options=None, method=None, **settings):
+    """Return an SGD that a library's DistributedOptimizer serves, and its method.
 
     trained: the parameters that the optimizer trains, if they are not the whole model.
-    options: the DistributedOptimizer's own. settings: the ScaleCom's.
+    options: the DistributedOptimizer's own. method: default ScaleCom. settings: the method's.
     """
     from faces import hvd, stock
 
     if library is stock:
         settings["named_parameters"] = model.items()
-    trained, compressor = trained or model, hvd.ScaleCom(**settings)
+    trained, compressor = trained or model, (method or hvd.ScaleCom)(**settings)
     sgd = torch.optim.SGD(trained.values(), lr=lr, momentum=momentum)
     optimizer = library.DistributedOptimizer(
         sgd, trained.items(), compression=compressor, **(options or {})
@@ -108,6 +137,14 @@ def take_steps(optimizer, model, steps, skips=lambda rank, step: (), passes=1, d
             grads = gradients(shapes, rank, step * passes + part, dtype)
             feed(model, grads, skips(rank, step))
         optimizer.step()
+
+
+def through_a_file(state, weights_only=True):
+    """What a script loads of a state that it has saved."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def halve_gradient(parameter) -> None:
