@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.distributed as dist
+from faces import hvd
 from torch import nn
 
 from scalecom_hvd.ddp import broadcast_parameters
@@ -31,20 +31,19 @@ def block_of(buffer):
 @pytest.mark.parametrize("given", ["list", "module"])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_a_view_is_set_and_its_neighbours_are_not(view, given, root):
-    buffer = numbers_of(dist.get_rank())
+    buffer = numbers_of(hvd.rank())
     parameter = nn.Parameter(view(block_of(buffer)))
     module = nn.Module()
     module.weight = parameter
 
-    expected = numbers_of(dist.get_rank())
+    expected = numbers_of(hvd.rank())
     strides = zip(parameter.shape, parameter.stride(), strict=True)
     own = tuple(slice(0, 1) if stride == 0 else slice(None) for _, stride in strides)
     view(block_of(expected))[own].copy_(view(block_of(numbers_of(root)))[own])
 
     broadcast_parameters([parameter] if given == "list" else module, root)
     wrong = (buffer != expected).nonzero().flatten().tolist()
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (len(wrong), wrong[:1], wrong[-1:]))
+    everyone = hvd.allgather_object((len(wrong), wrong[:1], wrong[-1:]))
     assert not any(count for count, _, _ in everyone), (
         f"(how many elements are wrong, the first, the last), rank by rank: {everyone}"
     )
@@ -52,10 +51,10 @@ def test_a_view_is_set_and_its_neighbours_are_not(view, given, root):
 
 @pytest.mark.parametrize("root", [0, 1])
 def test_ranks_lay_the_same_parameter_out_differently(root):
-    numbers = numbers_of(dist.get_rank())[:240].view(40, 6)
-    in_columns = dist.get_rank() % 2 == 1
+    numbers = numbers_of(hvd.rank())[:240].view(40, 6)
+    in_columns = hvd.rank() % 2 == 1
     parameter = nn.Parameter(numbers.t().contiguous().t() if in_columns else numbers.clone())
     broadcast_parameters([parameter], root)
-    right = [None] * dist.get_world_size()
-    dist.all_gather_object(right, torch.equal(parameter, numbers_of(root)[:240].view(40, 6)))
+    is_right = torch.equal(parameter, numbers_of(root)[:240].view(40, 6))
+    right = hvd.allgather_object(is_right)
     assert all(right), f"which ranks have the root's numbers: {right}"

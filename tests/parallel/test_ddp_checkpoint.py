@@ -8,6 +8,7 @@ import logging
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from faces import hvd
 from models import same_on_all_ranks
 from torch import nn
 
@@ -28,7 +29,7 @@ def make(process_group=None):
 
 def train(model, optimizer, steps):
     for step in steps:
-        random = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        random = torch.Generator().manual_seed(100 * step + hvd.rank())
         optimizer.zero_grad()
         model(torch.randn(4, 60, generator=random)).square().mean().backward()
         optimizer.step()
@@ -47,8 +48,7 @@ def assert_is_without_residues_and_goes_on(model, optimizer, is_new, caplog):
     ]
     assert (waits(optimizer.compression) == 0) == is_new
     said = any("residue" in message for message in warnings)
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (is_new, said))
+    everyone = hvd.allgather_object((is_new, said))
     assert all(said for is_new, said in everyone if is_new), "no warning says that residues are new"
     train(model, optimizer, range(3, 6))
     assert same_on_all_ranks(model.parameters())
@@ -73,12 +73,11 @@ def test_a_state_without_this_ranks_key(caplog):
     caplog.set_level(logging.WARNING, "scalecom_hvd")
     model, optimizer = make()
     train(model, optimizer, range(3))
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, PerRank(optimizer.compression).state_dict())
+    everyone = hvd.allgather_object(PerRank(optimizer.compression).state_dict())
     saved = {name: own for each in everyone for name, own in each.items()}
-    is_new = dist.get_rank() == dist.get_world_size() - 1
+    is_new = hvd.rank() == hvd.size() - 1
     if is_new:
-        del saved[f"rank{dist.get_rank()}"]
+        del saved[f"rank{hvd.rank()}"]
 
     again, optimizer = make()
     again.load_state_dict(model.state_dict())
@@ -87,8 +86,7 @@ def test_a_state_without_this_ranks_key(caplog):
         PerRank(optimizer.compression).load_state_dict(saved)
     except KeyError as error:
         failed = repr(error)
-    failures = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failed)
+    failures = hvd.allgather_object(failed)
     assert not any(failures), failures
     assert_is_without_residues_and_goes_on(again, optimizer, is_new, caplog)
 
@@ -98,8 +96,8 @@ def test_a_checkpoint_that_fewer_ranks_saved(caplog, shared_folder):
     caplog.set_level(logging.WARNING, "scalecom_hvd")
     model, optimizer = make()
     train(model, optimizer, range(3))
-    saving = dist.new_group(list(range(dist.get_world_size() - 1)))
-    is_new = dist.get_rank() == dist.get_world_size() - 1
+    saving = dist.new_group(list(range(hvd.size() - 1)))
+    is_new = hvd.rank() == hvd.size() - 1
     if not is_new:
         whole = {"scalecom": PerRank(optimizer.compression)}
         dcp.save(whole, checkpoint_id=shared_folder, process_group=saving)
@@ -122,15 +120,13 @@ def test_residues_of_another_rank_of_another_number_of_ranks(caplog):
     They are refused, or the log names their rank.
     """
     caplog.set_level(logging.WARNING, "scalecom_hvd")
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n, rank = hvd.size(), hvd.rank()
     if n == 2:  # a run of one rank has no residues
         return
     parts = [dist.new_group(list(range(n - 1))), dist.new_group([n - 1])]
     model, optimizer = make(parts[rank == n - 1])
     train(model, optimizer, range(3))
-    everyone = [None] * n
-    dist.all_gather_object(everyone, optimizer.compression.state_dict())
-    rank_0s = everyone[0]
+    rank_0s = hvd.broadcast_object(optimizer.compression.state_dict())
 
     again, optimizer = make()
     refusal = ""
@@ -140,5 +136,5 @@ def test_residues_of_another_rank_of_another_number_of_ranks(caplog):
         refusal = str(error)
     named = [r.getMessage() for r in caplog.records if r.name == "scalecom_hvd"]
     said = any("rank 0" in message for message in [refusal, *named])
-    dist.all_gather_object(everyone, said)
+    everyone = hvd.allgather_object(said)
     assert all(everyone[1:]), f"which ranks say whose residues they loaded: {everyone}"

@@ -18,22 +18,11 @@ from devices import DEVICE
 from made_up import EVERYTHING, SOME
 from models import halve_gradient, on_some_rank, same_on_all_ranks
 from programs import METHODS, for_method, limited, run_random_programs
-from test_ddp_hook import ALL, Net, batch, hooked, taken_by
+from test_ddp_hook import ALL, InDtype, Net, batch, hooked, taken_by
 from test_torch_changed_gradients import CHANGES, refuses
 from torch import nn
 
 from scalecom_hvd import ddp
-
-
-class InDouble(nn.Module):
-    """A layer with parameters of another dtype."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer.double()
-
-    def forward(self, x):
-        return self.layer(x.double()).float()
 
 
 def draw(program):
@@ -117,7 +106,7 @@ class Run:
             settings |= program["integers"]
         net = Net()
         if program["two_dtypes"]:
-            net.body[2] = InDouble(net.body[2])
+            net.body[2] = InDtype(net.body[2], torch.float64)
         sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=program["momentum"])
         if by_optimizer:
             self.state = self.compression = method(**(ALL | taken_by(method, sent) | settings))

@@ -7,7 +7,15 @@ import pytest
 import torch
 from devices import DEVICE
 from faces import hvd
-from models import OPTIMIZERS, SETTINGS, assert_close, loss, make_model, same_on_all_ranks
+from models import (
+    OPTIMIZERS,
+    SETTINGS,
+    assert_close,
+    loss,
+    make_model,
+    same_on_all_ranks,
+    take,
+)
 from oracles import momentum as oracle
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,12 +32,6 @@ def make(optimizer="momentum", model=None, registers=True, **settings):
         model.register_comm_hook(state, scalecom_hook)
     make = OPTIMIZERS.get(optimizer, optimizer)
     return model, make([p for p in model.parameters() if p.requires_grad]), state
-
-
-def take(model, optimizer, step):
-    optimizer.zero_grad()
-    loss(model, hvd.rank(), step).backward()
-    optimizer.step()
 
 
 @pytest.mark.parametrize("settings", [{}, {"lookahead": True}, {"bits": 3}], ids=str)

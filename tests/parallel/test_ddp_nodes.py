@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import DEVICE
+from faces import hvd
 from models import OPTIMIZERS, SETTINGS, assert_close, same_on_all_ranks
 from test_ddp_sharded import Net as _Net
-from test_ddp_sharded import local, loss, make_mesh
+from test_ddp_sharded import local, loss, make_mesh, take
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,12 +36,6 @@ def make(optimizer="adamw", model=None, mesh=None, of_ddp=None, **settings):
 def plain(optimizer="adamw", model=None, of_ddp=None):
     model = DistributedDataParallel(Net() if model is None else model, **(of_ddp or {}))
     return model, OPTIMIZERS[optimizer](model.parameters())
-
-
-def take(model, optimizer, step, **how):
-    optimizer.zero_grad()
-    loss(model, dist.get_rank(), step, **how).backward()
-    optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -128,10 +123,8 @@ def test_ranks_submit_everything_in_one_order(kind, monkeypatch):
         scaler.scale(loss(model, dist.get_rank(), step)).backward()
         scaler.step(stepped)
         scaler.update()
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, order)
     assert order.count("peers") > 12 < order.count("node")
-    assert all(other == order for other in everyone)
+    assert all(other == order for other in hvd.allgather_object(order))
     assert same_on_all_ranks(model.parameters())
 
 

@@ -34,8 +34,8 @@ def backward(model, seed=0):
     model(torch.randn(4, 60, generator=random)).square().mean().backward()
 
 
-def take_two_steps(model, optimizer):
-    for step in range(2):
+def take(model, optimizer, steps):
+    for step in steps:
         optimizer.zero_grad()
         backward(model, step)
         optimizer.step()
@@ -64,15 +64,12 @@ def test_sparse_gradients_are_refused():
 
 def test_a_state_is_loaded_where_one_rank_has_gradients():
     model, optimizer = make()
-    take_two_steps(model, optimizer)
+    take(model, optimizer, range(2))
     model.zero_grad()
     if dist.get_rank() == 0:  # the other ranks had an empty batch
         backward(model, 2)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for step in range(3, 6):
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
+    take(model, optimizer, range(3, 6))
     assert same_on_all_ranks(model.parameters())
     assert optimizer.compression.stats()["step"] == 5
 
@@ -96,7 +93,7 @@ def test_letting_go_of_a_step_that_was_given_up_waits_for_nobody():
 def test_groups_go_with_their_optimizer():
     def trained():
         model, optimizer = make()
-        take_two_steps(model, optimizer)
+        take(model, optimizer, range(2))
         return model, optimizer
 
     assert_groups_go(trained)
@@ -129,9 +126,7 @@ def test_a_schedule_made_before_and_one_made_after():
     optimizer = DistributedOptimizer(sgd, model.named_parameters(), ScaleCom(rate=10, **ALL))
     after = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     for step in range(3):
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
+        take(model, optimizer, [step])
         before.step()
         after.step()
     assert optimizer.param_groups[0]["lr"] == 0.5**6
@@ -190,10 +185,7 @@ def test_a_rank_says_for_what_it_waits(monkeypatch, caplog):
     """
     model, optimizer = make()
     late = dist.get_world_size() - 1
-    for step in range(2):
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
+    take(model, optimizer, range(2))
     if dist.get_rank() != late:  # on a busy machine the late rank may wait for a second, too
         monkeypatch.setattr("scalecom_hvd.ddp.process_group_collectives.SECONDS_TO_TELL", 1)
     dist.barrier()
@@ -220,9 +212,5 @@ def test_channels_of_a_transport_of_ones_own_are_like_it():
             return super().all_reduce(buffer, name)
 
     model = nn.Linear(60, 60)
-    _, optimizer = make(model=model, collectives=Counting(devices=[model.weight.device]))
-    for step in range(2):
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
+    take(*make(model=model, collectives=Counting(devices=[model.weight.device])), range(2))
     assert any("values" in name for name in Counting.counted)

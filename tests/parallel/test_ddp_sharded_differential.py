@@ -6,14 +6,13 @@ the residues. See programs.py.
 """
 
 import copy
-import io
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from devices import DEVICE
-from models import on_some_rank, same_on_all_ranks
+from models import on_some_rank, same_on_all_ranks, through_a_file
 from programs import Program, limited, run_random_programs
 from test_ddp_sharded import Net, loss, make_mesh, shard, whole
 from torch import nn
@@ -188,24 +187,19 @@ class Run:
         assert same_on_all_ranks([found])
 
     def save_and_load(self):
-        file = io.BytesIO()
         state = [copy.deepcopy(self.model.state_dict()), self.optimizer.state_dict()]
-        torch.save(state, file)
+        model, optimizer = through_a_file(state, weights_only=False)
         with torch.no_grad():
             for p in self.model.parameters():
                 p.to_local().zero_()
-        file.seek(0)
-        model, optimizer = torch.load(file, weights_only=False)
         self.model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
         if self.rate is not None:
             compression = self.optimizer.compression
-            file = io.BytesIO()
-            torch.save(compression.state_dict(), file)
+            saved = through_a_file(compression.state_dict())
             for tensor in compression.residues.tensors.values():
                 tensor.residue.fill_(7)
-            file.seek(0)
-            compression.load_state_dict(torch.load(file, weights_only=True))
+            compression.load_state_dict(saved)
 
     def check_nothing_is_lost(self):
         tensors = self.optimizer.compression.residues.tensors

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import DEVICE
+from faces import hvd
 from models import SETTINGS, same_on_all_ranks
 from oracles import nodes as oracle
 from torch import nn
@@ -239,8 +240,7 @@ def test_pipelines(settings):
             schedule.step(target=wanted)
         wrapped.step()
     assert wrapped.compression.stats()["step"] == 8
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [p.detach().cpu() for p in layers[place].parameters()])
+    everyone = hvd.allgather_object([p.detach().cpu() for p in layers[place].parameters()])
     for p, q in zip(everyone[place], everyone[local() + place], strict=True):
         assert torch.equal(p, q)
     if settings == {"rate": 1}:

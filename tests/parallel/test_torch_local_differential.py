@@ -14,12 +14,11 @@ See programs.py.
 import contextlib
 import copy
 import gc
-import io
 import math
 
 import torch
 from local_models import Plain, Twice, copy_into, lbfgs, values_of
-from models import on_some_rank
+from models import on_some_rank, through_a_file
 from programs import limited, run_random_programs
 
 import scalecom_hvd.torch as hvd
@@ -446,11 +445,9 @@ class Training:
     # Checkpoints and elastic states.
 
     def checkpoint(self):
-        file, optimizer = io.BytesIO(), self.worker.optimizer
+        optimizer = self.worker.optimizer
         states = [optimizer.compression, optimizer, self.worker.net, self.scaler]
-        torch.save([one and one.state_dict() for one in states], file)
-        file.seek(0)
-        return torch.load(file, weights_only=True)
+        return through_a_file([one and one.state_dict() for one in states])
 
     def save(self):
         self.saved = self.checkpoint(), self.simulated.save()

@@ -5,12 +5,20 @@ The oracle steps by the averages that the optimizer has left in p.grad.
 
 import copy
 import gc
-import io
 
 import pytest
 import torch
 from faces import hvd, in_every_library, stock
-from models import OPTIMIZERS, SETTINGS, assert_close, loss, make_model, same_on_all_ranks
+from models import (
+    OPTIMIZERS,
+    SETTINGS,
+    assert_close,
+    loss,
+    make_model,
+    same_on_all_ranks,
+    take,
+    through_a_file,
+)
 from oracles import momentum as oracle
 
 NU = 0.6
@@ -39,12 +47,6 @@ class Oracle:
         self.steps.step()
         assert_close(self.of, self.model)
         assert same_on_all_ranks(self.of.parameters())
-
-
-def take(model, optimizer, step):
-    optimizer.zero_grad()
-    loss(model, hvd.rank(), step).backward()
-    optimizer.step()
 
 
 def clipped(model, optimizer, step):
@@ -152,11 +154,9 @@ def test_a_run_that_goes_on_is_one_that_never_stopped(library):
     for step in range(6):
         take(model, wrapped, step)
         if step == 2:
-            saved = io.BytesIO()
-            torch.save((model.state_dict(), wrapped.state_dict(), method.state_dict()), saved)
-    saved.seek(0)
+            saved = through_a_file([own.state_dict() for own in (model, wrapped, method)])
     again = make(library, "adamw", nu=None)
-    for one, state in zip(again, torch.load(saved), strict=True):
+    for one, state in zip(again, saved, strict=True):
         one.load_state_dict(state)
     for step in range(3, 6):
         take(*again[:2], step)

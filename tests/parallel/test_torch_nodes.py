@@ -6,7 +6,6 @@ file is what only Horovod has; the other faces have test_ddp_nodes.py and test_d
 """
 
 import gc
-import io
 import os
 
 import numpy as np
@@ -15,7 +14,14 @@ import torch
 from devices import DEVICE
 from faces import horovods_alone, hvd, stock
 from made_up import came_in, gradients
-from models import OPTIMIZERS, SETTINGS, parameters, same_on_all_ranks
+from models import (
+    OPTIMIZERS,
+    SETTINGS,
+    Given,
+    parameters,
+    same_on_all_ranks,
+    through_a_file,
+)
 from oracles import nodes as oracle
 from rungs import Restless
 from test_ddp_sharded import NODES, Net, local, loss, make_mesh, shard, whole
@@ -43,18 +49,6 @@ def remove_process_sets():
     for ranks, process_set in sorted(process_sets().items()):
         if len(ranks) < hvd.size():
             stock.remove_process_set(process_set)
-
-
-class Given(nn.Module):
-    """Its parameters' gradients are what forward is given."""
-
-    def __init__(self, shapes):
-        super().__init__()
-        for name, parameter in parameters(shapes, torch.float64).items():
-            self.register_parameter(name, parameter)
-
-    def forward(self, grads):
-        return sum((self.get_parameter(n) * torch.as_tensor(g)).sum() for n, g in grads.items())
 
 
 class Horovod:
@@ -215,7 +209,7 @@ def test_nothing_is_lost(face, method):
     If a gradient is not finite, in one shard of one node only, all ranks skip the step.
     test_ddp_sharded.py shows the same of FSDP2.
     """
-    trained = face(Given(SHAPES), "sgd", method())
+    trained = face(Given(parameters(SHAPES, torch.float64)), "sgd", method())
     (group,) = trained.optimizer.param_groups
     group["lr"], last = 1.0, hvd.size() - 1
     spoilt, refused = 4, 6 if face is Horovod else None
@@ -259,13 +253,11 @@ def test_stopped_and_resumed(face):
     for step in range(6):
         take(trained, step)
         if step == 2:
-            file = io.BytesIO()
             parts = trained.net, trained.optimizer, trained.served
-            torch.save([part.state_dict() for part in parts], file)
-    file.seek(0)
+            states = [part.state_dict() for part in parts]
+            saved = through_a_file(states, weights_only=face is not Sharded)
     again = make(face, net=Net(seed=5).double(), nu=None, lookahead=True)
-    states = torch.load(file, weights_only=face is not Sharded)
-    for part, state in zip((again.net, again.optimizer, again.served), states, strict=True):
+    for part, state in zip((again.net, again.optimizer, again.served), saved, strict=True):
         part.load_state_dict(state)
     for step in range(3, 6):
         take(again, step)

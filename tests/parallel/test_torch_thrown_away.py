@@ -12,7 +12,7 @@ import pytest
 import torch
 from faces import hvd, in_every_library, stock
 from made_up import gradients
-from models import same_on_all_ranks, wrap
+from models import Given, parameters, same_on_all_ranks, wrap
 from test_torch_changed_gradients import refuses
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,16 +38,8 @@ on_every_face = pytest.mark.parametrize(
 )
 
 
-class Given(nn.Module):
-    """Its parameters' gradients are what forward is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(SHAPES["weight"]))
-        self.bias = nn.Parameter(torch.zeros(SHAPES["bias"]))
-
-    def forward(self, grads):
-        return (self.weight * grads["weight"]).sum() + (self.bias * grads["bias"]).sum()
+def make_model():
+    return Given(parameters(SHAPES))
 
 
 def hooked(module, **of_ddp):
@@ -83,7 +75,7 @@ class Trained:
 
     def __init__(self, face, caplog):
         caplog.set_level(logging.WARNING, "scalecom_hvd")
-        self.plain, self.real, self.thrown_away, self.caplog = Given(), {}, {}, caplog
+        self.plain, self.real, self.thrown_away, self.caplog = make_model(), {}, {}, caplog
         self.named = dict(self.plain.named_parameters())
         if isinstance(face, dict):
             self.model, self.compressor = hooked(self.plain, **face)
@@ -339,7 +331,7 @@ class Two(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.actor, self.critic = Given(), Given()
+        self.actor, self.critic = make_model(), make_model()
 
     def forward(self, actors, critics):
         return self.actor(actors) + self.critic(critics)
@@ -374,7 +366,7 @@ def test_each_players_step_uses_its_own_averages():
 @pytest.mark.parametrize("throws_away", [True, False])
 def test_sharded_parameters(throws_away):
     """Two nodes of one rank: FSDP2 adds to p.grad by itself."""
-    model = Given()
+    model = make_model()
     mesh = init_device_mesh("cpu", (hvd.size(), 1), mesh_dim_names=("replicate", "shard"))
     fully_shard(model, mesh=mesh["shard"])
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
