@@ -22,6 +22,25 @@ CHANGES = {name: change for name, change in CHANGES.items() if name != "mask"} |
 OF_SPARSE = ("mul_", "zero_", "another tensor")
 
 
+def count_alike(own):
+    """Let all ranks have submitted as many collectives as the rank with the most.
+
+    If a state is loaded in the middle of a step, a rank may have submitted more of that step than
+    another. Horovod names a nameless collective by its number in the process, so those of
+    horovod.torch itself would never meet again. A script takes them from scalecom_hvd.torch, or
+    trains only with horovod.torch. Here both take turns in one process.
+    """
+
+    def submit():
+        handle = stock.allreduce_async(torch.zeros(1), name="differential.own", process_set=own)
+        stock.synchronize(handle)
+        return handle  # the number of collectives
+
+    numbers = stock.allgather(torch.tensor([submit()]), name="differential.numbers")
+    for _ in range(int(numbers.max() - numbers[stock.rank()])):
+        submit()
+
+
 class Failed(Exception):
     """A rank's forward or backward raises it if a program says so."""
 

@@ -14,8 +14,8 @@ import torch
 from devices import DEVICE
 from faces import horovods_alone, hvd, in_every_library
 from made_up import gradients
-from models import halve_gradient, same_on_all_ranks, wrap
 from models import parameters as zeros
+from models import same_on_all_ranks, wrap
 
 EVERYTHING = 1.0000001  # a rate at which k = N
 SMALL = {"weight": (40, 100), "bias": (50,)}
@@ -117,7 +117,7 @@ def holds_no_more_than(compressor, grads):
 
 
 def trains_as_stock_or_refuses(
-    library, script, change, shapes=SMALL, spoil=None, ranks=None, may_refuse=True, **settings
+    library, script, change, shapes=SMALL, spoil=None, ranks=None, **settings
 ):
     """Take steps in which everything is chosen.
 
@@ -127,7 +127,6 @@ def trains_as_stock_or_refuses(
     change(parameters): what the script does to their gradients, for the reference.
     spoil(step, gradients of all ranks): changes these before backward.
     ranks: those that change their gradients. Default: all.
-    may_refuse: whether the script's steps may be refused.
     """
     model, optimizer, compressor = make(library, shapes, **settings)
     for step, everyone, mine in steps_of(model, optimizer, 4):
@@ -136,7 +135,6 @@ def trains_as_stock_or_refuses(
             mine = loss_of(model, everyone[hvd.rank()])
         was = {name: p.detach().numpy().astype(np.float64) for name, p in model.items()}
         if refuses(lambda: script(model, optimizer, mine)):  # noqa: B023
-            assert may_refuse
             finite = {name: np.nan_to_num(grad) for name, grad in everyone[hvd.rank()].items()}
             assert holds_no_more_than(compressor, finite)
             for name, parameter in model.items():
@@ -226,15 +224,6 @@ def synchronizing(change):
 def mostly_long(names, short):
     """A test's parameters, with all but those in `short` marked long."""
     return [n if n in short else pytest.param(n, marks=pytest.mark.long) for n in names]
-
-
-@pytest.mark.long
-@in_every_library
-@pytest.mark.parametrize("name", CHANGES)
-def test_gradients_changed_after_synchronize_are_right(name, library):
-    """A script that does what the guide says is never refused."""
-    change = CHANGES[name]
-    trains_as_stock_or_refuses(library, synchronizing(change), change, may_refuse=False)
 
 
 @in_every_library
@@ -332,21 +321,6 @@ def test_pytorchs_own_loop_of_mixed_precision(clips, shapes, library):
 
     change = CHANGES["clip_grad_norm_"] if clips else lambda parameters: None
     trains_as_stock_or_refuses(library, script, change, shapes, loss_scale=scaler)
-
-
-@in_every_library
-def test_a_hook_that_is_registered_after_the_optimizer_was_made(library):
-    hooked = set()
-
-    def script(model, optimizer, loss):
-        for parameter in set(model.values()) - hooked:
-            hooked.add(parameter)
-            parameter.register_post_accumulate_grad_hook(halve_gradient)
-        loss.backward()
-        optimizer.step()
-
-    change = of_gradients(lambda grad: grad.mul_(0.5))
-    trains_as_stock_or_refuses(library, script, change)
 
 
 def in_mixed_precision(scaler, model, optimizer, loss):

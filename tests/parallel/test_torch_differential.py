@@ -34,7 +34,7 @@ import pytest
 import torch
 from made_up import EVERYTHING, SOME
 from models import halve_gradient, on_some_rank, same_on_all_ranks
-from optimizer_scripts import CHANGES, SHAPES, Failed, FailingBackward, Script
+from optimizer_scripts import CHANGES, SHAPES, Failed, FailingBackward, Script, count_alike
 from programs import for_method, limited, run_random_programs
 from test_torch_changed_gradients import changed, refuses
 
@@ -510,25 +510,6 @@ class Trained:
 
 def reload(one):
     one.load_state_dict(copy.deepcopy(one.state_dict()))
-
-
-def count_alike(own):
-    """Let all ranks have submitted as many collectives as the rank with the most.
-
-    If a state is loaded in the middle of a step, a rank may have submitted more of that step than
-    another. Horovod names a nameless collective by its number in the process, so those of
-    horovod.torch itself would never meet again. A script takes them from scalecom_hvd.torch, or
-    trains only with horovod.torch. Here both take turns in one process.
-    """
-
-    def submit():
-        handle = stock.allreduce_async(torch.zeros(1), name="differential.own", process_set=own)
-        stock.synchronize(handle)
-        return handle  # the number of collectives
-
-    numbers = stock.allgather(torch.tensor([submit()]), name="differential.numbers")
-    for _ in range(int(numbers.max() - numbers[stock.rank()])):
-        submit()
 
 
 def assert_close(ours, theirs, where):

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 
 import pytest
 import torch
@@ -19,17 +18,15 @@ from local_models import (
     run,
     values_of,
 )
-from models import same_on_all_ranks
+from models import same_on_all_ranks, through_a_file
 
 from scalecom_hvd.exchange.background_thread import wait_for_kept
 
 
 def checkpoint(model, optimizer):
     """Save and load, as weights only: the method's state, the optimizer's, and the model."""
-    file = io.BytesIO()
-    torch.save([optimizer.compression.state_dict(), optimizer.state_dict(), values_of(model)], file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    states = [optimizer.compression.state_dict(), optimizer.state_dict(), values_of(model)]
+    return through_a_file(states)
 
 
 def saved_in_mid_round():
@@ -40,34 +37,18 @@ def saved_in_mid_round():
     return model, optimizer, checkpoint(model, optimizer)
 
 
-def resume(saved, order=("residues", "optimizer"), values=None, compression="ScaleCom", **more):
+def resume(saved, order=("residues", "optimizer"), values=None):
     """A new model and optimizer that load these states in this order."""
     state, momentum, own = copy.deepcopy(saved)  # an optimizer keeps the tensors that it loads
     model = begin()
     copy_into(model, values or own)
-    optimizer, compressor = make(model, compression, momentum=MOMENTUM, **more)
+    optimizer, compressor = make(model, momentum=MOMENTUM)
     for what in order:
         if what == "residues":
             compressor.load_state_dict(state)
         else:
             optimizer.load_state_dict(momentum)
     return model, optimizer
-
-
-@pytest.mark.parametrize("compression", SOME)
-@pytest.mark.parametrize("at", [4, 6], ids=["after a synchronisation", "in the middle of a round"])
-@pytest.mark.parametrize("overlap", [0, 3])
-def test_resuming_is_bit_identical(compression, at, overlap):
-    straight = begin()
-    optimizer, _ = make(straight, compression, momentum=MOMENTUM, overlap=overlap)
-    run(optimizer, straight, range(at))
-    saved = checkpoint(straight, optimizer)
-    run(optimizer, straight, range(at, 13))
-    for order in (("residues", "optimizer"), ("optimizer", "residues")):
-        model, again = resume(saved, order, compression=compression, overlap=overlap)
-        run(again, model, range(at, 13))
-        assert equal(model, straight)
-        assert again.compression.stats()["local_steps_taken"] == 13
 
 
 @pytest.mark.parametrize(

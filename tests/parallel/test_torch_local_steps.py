@@ -164,15 +164,6 @@ def test_recipes():
     )
 
 
-@pytest.mark.parametrize("compression", [*SOME, "ScaleCom, exact, beta", "RandomK, own, 4 bits"])
-def test_nothing_is_lost_in_200_steps(compression):
-    model, optimizer, compressor = from_zero(compression, 4)
-    run(optimizer, model, range(200))
-    assert compressor.stats()["step"] == 50
-    came = came_in(range(hvd.size()), range(200), SHAPES)
-    assert_nothing_is_lost(model, compressor, came, divisor=hvd.size())
-
-
 def exact(shapes, rank, step):
     """Gradients of few bits: sums, averages over 2 and 4 ranks, and steps of 0.5 are exact."""
     return {name: np.round(grad * 8) / 64 for name, grad in gradients(shapes, rank, step).items()}
@@ -207,25 +198,6 @@ def gradients_of(step):
     return grads
 
 
-def plainly(model, optimizer, scaler, step, skip=()):
-    optimizer.zero_grad()
-    feed(model, gradients_of(step), skip)
-    optimizer.step()
-
-
-def with_gaps(model, optimizer, scaler, step):
-    plainly(model, optimizer, scaler, step, skip=[list(SHAPES)[(2 * hvd.rank() + step) % 5]])
-
-
-def clipped(model, optimizer, scaler, step):
-    optimizer.zero_grad()
-    feed(model, gradients_of(step))
-    optimizer.synchronize()
-    torch.nn.utils.clip_grad_norm_(model.values(), 0.5)
-    with optimizer.skip_synchronize():
-        optimizer.step()
-
-
 def scaled(model, optimizer, scaler, step):
     optimizer.zero_grad()
     scaler.scale(torch.zeros(()))  # as for a loss; here the gradients are given
@@ -237,22 +209,6 @@ def scaled(model, optimizer, scaler, step):
     with optimizer.skip_synchronize():
         scaler.step(optimizer)
     scaler.update()
-
-
-def by_closure(model, optimizer, scaler, step):
-    def closure():
-        optimizer.zero_grad()
-        feed(model, gradients_of(step))
-        return 17 + step
-
-    return optimizer.step(closure)
-
-
-def accumulated(model, optimizer, scaler, step):
-    optimizer.zero_grad()
-    for half in (0, 1):
-        feed(model, gradients_of(2 * step + half))
-    optimizer.step()
 
 
 def downhill(model, optimizer, scaler, step, bad=1):
@@ -277,19 +233,19 @@ def momentum(params):
     return torch.optim.SGD(params, lr=LR, momentum=0.9)
 
 
-SCRIPTS = {
-    **{one.__name__: (one, momentum) for one in (plainly, with_gaps, clipped, scaled, by_closure)},
-    "accumulated": (accumulated, momentum, {"backward_passes_per_step": 2}),
-    **{kind: (downhill, kind_of) for kind, kind_of in EVALUATES.items()},
-}
+SCRIPTS = {"scaled": (scaled, momentum)}
+SCRIPTS |= {kind: (downhill, kind_of) for kind, kind_of in EVALUATES.items()}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_between_synchronisations_ranks_step_like_an_ordinary_optimizer(script):
-    """A step with a bad gradient changes nothing. Optimizers' states are never averaged."""
-    step_of, kind, *more = SCRIPTS[script]
+    """A step with a bad gradient changes nothing. Optimizers' states are never averaged.
+
+    Hooks and schedules are the script's. test_torch_local_differential.py draws other scripts.
+    """
+    step_of, kind = SCRIPTS[script]
     model, alone, seen = begin(), begin(), ([], [])
-    optimizer, compressor = make(model, local_steps=3, sgd=kind(model.values()), **dict(*more))
+    optimizer, compressor = make(model, local_steps=3, sgd=kind(model.values()))
     plain = Plain(kind(alone.values()))
     runs = []
     for values, one, found in ((model, optimizer, seen[0]), (alone, plain, seen[1])):
@@ -446,17 +402,12 @@ def test_sparse_gradients_stay_local():
     assert same_on_all_ranks(embedding.parameters())
 
 
-def test_groups_and_two_optimizers():
-    one, other = begin(), begin()
-    groups = [[one["first"], one["second"]], [one["third"], one["bias"]]]
-    a, first = make(one, local_steps=2, groups=groups)
-    b, second = make(other, "LocalTopK", 3)
-    for step in range(6):
-        run(a, one, [step])
-        run(b, other, [step])
-    assert first.residues.buckets[0] == ["first", "second"]
-    assert (first.stats()["step"], second.stats()["step"]) == (3, 2)
-    assert same_on_all_ranks([*one.values(), *other.values()])
+def test_groups():
+    model = begin()
+    groups = [[model["first"], model["second"]], [model["third"], model["bias"]]]
+    optimizer, compressor = make(model, local_steps=2, groups=groups)
+    run(optimizer, model, range(2))
+    assert compressor.residues.buckets[0] == ["first", "second"]
 
 
 @horovods_alone
@@ -517,14 +468,6 @@ def test_a_model_loaded_between_rounds_is_where_the_next_begins():
     run(optimizer, model, range(2))
     run(make(fresh, method("ScaleCom", dense=["*"]), 2)[0], fresh, range(2))
     assert equal(model, fresh)
-
-
-def test_look_ahead_chooses_for_the_next_round():
-    model = begin()
-    compressor = method("ScaleCom", lookahead=True, leader="staggered")
-    run(make(model, compressor, 2)[0], model, range(12))
-    assert compressor.stats()["step"] == 6
-    assert same_on_all_ranks(model.values())
 
 
 # Refusals.

@@ -5,7 +5,6 @@ wrongly what it sends loses gradients, or spoils a step.
 """
 
 import copy
-import io
 
 import numpy as np
 import pytest
@@ -20,6 +19,9 @@ from models import (
     gradients,
     parameters,
     same_on_all_ranks,
+    take_steps,
+    through_a_file,
+    wrap,
 )
 from momentum import Momentum
 from oracles import methods as oracle
@@ -112,22 +114,9 @@ def parameters_of(shapes):
     }
 
 
-def make(model, method, fields, lr=1.0, momentum=0.0, library=hvd, op=hvd.Average, **more):
-    compressor = method(**(SETTINGS | fields | more))
-    optimizer = library.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=lr, momentum=momentum),
-        model.items(),
-        compression=compressor,
-        op=op,
-    )
-    return optimizer, compressor
-
-
-def run(optimizer, model, steps, shapes=SHAPES, skips=lambda rank, step: []):
-    for step in steps:
-        optimizer.zero_grad()
-        feed(model, gradients(shapes, hvd.rank(), step), skip=skips(hvd.rank(), step))
-        optimizer.step()
+def make(model, method, fields, lr=1.0, momentum=0.0, op=hvd.Average, **more):
+    settings = SETTINGS | fields | more
+    return wrap(hvd, model, lr, momentum, options={"op": op}, method=method, **settings)
 
 
 def residues_of(compressor):
@@ -296,7 +285,7 @@ def test_accumulators_whose_sum_overflows(method, fields):
     shapes = {"weight": (3000,)}
     model = parameters(shapes)
     optimizer, compressor = make(model, method, fields, op=hvd.Sum)
-    run(optimizer, model, range(1), shapes)
+    take_steps(optimizer, model, range(1))
     (tensor,) = compressor.residues.tensors.values()
     tensor.residue.fill_(3e38)
     feed(model, gradients(shapes, hvd.rank(), 1))
@@ -315,17 +304,17 @@ def test_nothing_is_lost(method, fields):
 
     model = parameters(SHAPES)
     optimizer, compressor = make(model, method, fields, bucket_bytes=10_000)
-    run(optimizer, model, range(10), skips=skips)
+    take_steps(optimizer, model, range(10), skips=skips)
     model["second"].requires_grad_(False)
     before, value = residues_of(compressor), model["second"].detach().clone()
-    run(optimizer, model, range(10, 13), skips=skips)
+    take_steps(optimizer, model, range(10, 13), skips=skips)
     after = residues_of(compressor)
     assert torch.equal(after["second"], before["second"])
     assert after["second"].any()
     assert not torch.equal(after["first"], before["first"])
     assert torch.equal(model["second"], value)
     model["second"].requires_grad_(True)
-    run(optimizer, model, range(13, 30), skips=skips)
+    take_steps(optimizer, model, range(13, 30), skips=skips)
     assert same_on_all_ranks(model.values())
     total = came_in(range(hvd.size()), range(30), skips=skips)
     assert_nothing_is_lost(model, compressor, total, hvd.size())
@@ -347,24 +336,22 @@ def test_resuming_is_bit_identical(method, fields, where):
     settings = {"beta": 0.5, "bucket_bytes": 10_000, "momentum": 0.9, "lr": 0.1, "warmup_steps": 2}
     model = parameters(SHAPES)
     optimizer, compressor = make(model, method, fields, **settings)
-    run(optimizer, model, range(4))
-    file = io.BytesIO()
+    take_steps(optimizer, model, range(4))
     values = {name: p.detach() for name, p in model.items()}
-    torch.save([compressor.state_dict(), optimizer.state_dict(), values], file)
-    run(optimizer, model, range(4, 7))
+    saved = through_a_file([compressor.state_dict(), optimizer.state_dict(), values])
+    take_steps(optimizer, model, range(4, 7))
     straight = copy.deepcopy(model), numbers(compressor)
 
     if where == "a new optimizer":
         model = parameters(SHAPES)
         optimizer, compressor = make(model, method, fields, **settings)
-    file.seek(0)
-    state, momentum, values = torch.load(file, weights_only=True)
+    state, momentum, values = saved
     compressor.load_state_dict(state)
     optimizer.load_state_dict(momentum)
     with torch.no_grad():
         for name, parameter in model.items():
             parameter.copy_(values[name])
-    run(optimizer, model, range(4, 7))
+    take_steps(optimizer, model, range(4, 7))
     assert compressor.stats()["step"] == 7
     assert_equal((model, numbers(compressor)), straight)
 
@@ -379,7 +366,7 @@ def test_a_step_that_does_not_count_leaves_the_state(why, monkeypatch):
     model, other = parameters(SHAPES), parameters(SHAPES)
     optimizer, compressor = make(model, Momentum, {}, **settings)
     straight, _ = make(other, Momentum, {}, **settings)
-    run(optimizer, model, range(4))
+    take_steps(optimizer, model, range(4))
     before = numbers(compressor)
     assert len(compressor.residues.buckets) > 1, "each bucket gives a part of the state"
     own = before["method_state"]["tensors"]
@@ -408,8 +395,8 @@ def test_a_step_that_does_not_count_leaves_the_state(why, monkeypatch):
         before["method_state"]["method"]["steps"] = 0
         own["sent"] = {name: sent * 0 for name, sent in own["sent"].items()}
     assert_equal(numbers(compressor), before)
-    run(optimizer, model, range(4, 9))
-    run(straight, other, range(9))
+    take_steps(optimizer, model, range(4, 9))
+    take_steps(straight, other, range(9))
     assert_equal(model, other)
     assert compressor.stats()["step"] == 9
 
@@ -422,39 +409,40 @@ def test_a_step_that_does_not_count_leaves_the_state(why, monkeypatch):
 )
 def test_rate_one_equals_stock_horovod(method, fields, dtype):
     ours, theirs = parameters(SHAPES, dtype), parameters(SHAPES, dtype)
-    run(make(ours, method, fields, rate=1)[0], ours, range(3))
+    take_steps(make(ours, method, fields, rate=1)[0], ours, range(3))
     plain = stock.DistributedOptimizer(torch.optim.SGD(theirs.values(), lr=1.0), theirs.items())
-    run(plain, theirs, range(3))
+    take_steps(plain, theirs, range(3))
     tolerance = 4e-3 if dtype == torch.float16 else 1e-5
     for name in SHAPES:
         torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance)
 
 
 # For 6 401 and 1 500 elements in one bucket. The rate is 300, so offsets have two bytes: k = 22 +
-# 5, 16 blocks of 512. {method: (offsets, values, gathered)}
+# 5, 16 blocks of 512. {method: (offsets, values, gathered, collectives)}
 BYTES = {
-    "RandomK": (hvd.RandomK, {}, 0, 4 * 27, 0),
-    "RandomK own": (hvd.RandomK, {"shared": False}, 0, 0, 4 * 27),
-    "LocalTopK": (hvd.LocalTopK, {}, 0, 0, 4 * 27 + 2 * 27),
-    "LocalTopK exact": (hvd.LocalTopK, {"selection": "exact"}, 0, 0, 4 * 27 + 4 * 27),
-    "LocalTopK sign": (hvd.LocalTopK, {"quantiser": hvd.Sign()}, 0, 0, 2 * 4 + 4 + 2 * 27),
-    "ScaleCom sign": (hvd.ScaleCom, {"quantiser": hvd.Sign()}, 2 * 27, 0, 2 * 4 + 4),
-    "ScaleCom 4 bits": (hvd.ScaleCom, {"quantiser": hvd.QSGD(7)}, 2 * 27, 0, 2 * 4 + 14),
-    "GTopK": (hvd.GTopK, {}, 0, 0, 4 * 27 + 4 * 27),
-    "GlobalTopK": (hvd.GlobalTopK, {}, 0, 4 * (7901 + 27), 0),
-    "ECQSGD 2": (hvd.ECQSGD, {"bits": 2}, 0, 0, 16 * 4 + 1976),
-    "ECQSGD 4": (hvd.ECQSGD, {"bits": 4}, 0, 0, 16 * 4 + 3951),
-    "ECQSGD 8": (hvd.ECQSGD, {"bits": 8}, 0, 0, 16 * 4 + 7901),
+    "RandomK": (hvd.RandomK, {}, 0, 4 * 27, 0, 2),
+    "RandomK own": (hvd.RandomK, {"shared": False}, 0, 0, 4 * 27, 2),
+    "LocalTopK": (hvd.LocalTopK, {}, 0, 0, 4 * 27 + 2 * 27, 2),
+    "LocalTopK exact": (hvd.LocalTopK, {"selection": "exact"}, 0, 0, 4 * 27 + 4 * 27, 2),
+    "LocalTopK sign": (hvd.LocalTopK, {"quantiser": hvd.Sign()}, 0, 0, 2 * 4 + 4 + 2 * 27, 2),
+    "ScaleCom": (hvd.ScaleCom, {"bits": 32}, 2 * 27, 4 * 27, 0, 2),
+    "ScaleCom sign": (hvd.ScaleCom, {"quantiser": hvd.Sign()}, 2 * 27, 0, 2 * 4 + 4, 3),
+    "ScaleCom 4 bits": (hvd.ScaleCom, {"quantiser": hvd.QSGD(7)}, 2 * 27, 0, 2 * 4 + 14, 3),
+    "GTopK": (hvd.GTopK, {}, 0, 0, 4 * 27 + 4 * 27, 2),
+    "GlobalTopK": (hvd.GlobalTopK, {}, 0, 4 * (7901 + 27), 0, 3),
+    "ECQSGD 2": (hvd.ECQSGD, {"bits": 2}, 0, 0, 16 * 4 + 1976, 2),
+    "ECQSGD 4": (hvd.ECQSGD, {"bits": 4}, 0, 0, 16 * 4 + 3951, 2),
+    "ECQSGD 8": (hvd.ECQSGD, {"bits": 8}, 0, 0, 16 * 4 + 7901, 2),
 }
 
 
 @pytest.mark.parametrize("which", BYTES)
 def test_bytes(which):
-    method, fields, offsets, values, gathered = BYTES[which]
+    method, fields, offsets, values, gathered, collectives = BYTES[which]
     shapes = {"long": (6401,), "short": (1500,), "whole": (10,)}
     model = parameters(shapes)
     optimizer, compressor = make(model, method, fields, rate=300)
-    run(optimizer, model, range(2), shapes)
+    take_steps(optimizer, model, range(2))
     stats, n = compressor.stats(), hvd.size()
     dense = 4 * (10 + 1)  # one element counts ranks with bad gradients
     assert [stats[f"bytes_{what}"] for what in ("offsets", "values", "gathered", "dense")] == [
@@ -467,11 +455,12 @@ def test_bytes(which):
         stats["bytes_traffic"]
         == round((n - 1) / n * (offsets + 2 * (values + dense))) + (n - 1) * gathered
     )
-    assert stats["collectives"] == (3 if method in (hvd.ScaleCom, hvd.GlobalTopK) else 2)
+    assert stats["collectives"] == collectives
     assert stats["rate"] == pytest.approx(
         1 if method in (hvd.ECQSGD, hvd.GlobalTopK) else 7911 / 37
     )
-    assert ("leader" in stats) == (method is hvd.ScaleCom)
+    assert stats.get("leader") == (1 % n if method is hvd.ScaleCom else None)
+    assert stats["residue_norm"] > 0
     if "quantiser" in stats:
         assert stats["values"] == ("gathered" if gathered else "averaged")
 

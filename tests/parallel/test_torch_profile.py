@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import feed, gradients, parameters
+from models import parameters, take_steps, wrap
 
 import scalecom_hvd.torch as hvd
 
@@ -14,21 +14,10 @@ SHAPES = {"weight": (200, 100), "bias": (100,)}
 def test_parts_of_a_step_have_names(lookahead, bits):
     hvd.init()
     model = parameters(SHAPES)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=0.1),
-        named_parameters=model.items(),
-        compression=hvd.ScaleCom(lookahead=lookahead, bits=bits),
-    )
-
-    def step(number):
-        optimizer.zero_grad()
-        feed(model, gradients(SHAPES, hvd.rank(), number))
-        optimizer.step()
-
-    step(0)
+    optimizer, _ = wrap(hvd, model, lookahead=lookahead, bits=bits)
+    take_steps(optimizer, model, [0])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for number in range(1, 4):
-            step(number)
+        take_steps(optimizer, model, range(1, 4))
     counts = {
         event.key: event.count
         for event in profile.key_averages()

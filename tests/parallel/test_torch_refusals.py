@@ -3,7 +3,7 @@
 import horovod.torch as stock
 import pytest
 import torch
-from models import feed, gradients, parameters, same_on_all_ranks
+from models import feed, parameters, same_on_all_ranks, take_steps
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd import agreement
@@ -20,12 +20,6 @@ def make(model=None, compression=None, names=None, **options):
         compression=compression or hvd.ScaleCom(rate=20),
         **options,
     )
-
-
-def step(model, optimizer, number):
-    optimizer.zero_grad()
-    feed(model, gradients(SHAPES, hvd.rank(), number))
-    optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +55,7 @@ def test_what_cannot_work(options, message):
         make(model, **{"compression": method, **options(model)})
     optimizer = make(model, method)
     assert optimizer.compression is method
-    step(model, optimizer, 0)
+    take_steps(optimizer, model, [0])
     assert same_on_all_ranks(model.values())
 
 
@@ -80,7 +74,7 @@ def test_complex_parameters():
 def test_groups_as_in_horovod():
     model = parameters(SHAPES)
     optimizer = make(model, groups=[[model["second"]]])
-    step(model, optimizer, 0)
+    take_steps(optimizer, model, [0])
     assert optimizer.compression.residues.buckets == [["second"], ["first"]]
 
 
@@ -144,8 +138,7 @@ def test_after_a_refused_step_residues_are_as_before(monkeypatch):
     """A step that fails leaves no trace. Once the cause is mended, training goes on from there."""
     model = parameters(SHAPES)
     optimizer = make(model)
-    for number in range(3):
-        step(model, optimizer, number)
+    take_steps(optimizer, model, range(3))
     before = {name: t.residue.clone() for name, t in optimizer.compression.residues.tensors.items()}
     wait, done = HorovodWork.wait, set()
 
@@ -159,12 +152,11 @@ def test_after_a_refused_step_residues_are_as_before(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(HorovodWork, "wait", fails_after_two)
         with pytest.raises(hvd.HorovodInternalError):
-            step(model, optimizer, 9)
+            take_steps(optimizer, model, [9])
     for name, tensor in optimizer.compression.residues.tensors.items():
         torch.testing.assert_close(tensor.residue, before[name], rtol=1e-5, atol=1e-5)
     optimizer.load_state_dict(optimizer.state_dict())  # what an elastic restore does
-    for number in range(3, 6):
-        step(model, optimizer, number)
+    take_steps(optimizer, model, range(3, 6))
     assert same_on_all_ranks(model.values())
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from models import (
     parameters,
     same_on_all_ranks,
     take_steps,
+    through_a_file,
     wrap,
 )
 
@@ -38,13 +38,6 @@ def in_modes(modes, of_stock=({},)):
 
 def values_of(model):
     return {name: p.detach().clone() for name, p in model.items()}
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("where", ["a new optimizer", "in mid-run"])
@@ -74,37 +67,6 @@ def test_resuming_is_bit_identical(library, mode, where):
     assert library is stock or mode or stats["residue_ratio"] is not None
     assert compressor.stats() == stats
     assert same_on_all_ranks(model.values())
-
-
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_a_newcomer_starts_with_empty_residues(mode, caplog):
-    model = parameters(SHAPES)
-    optimizer, compressor = make(hvd, model, **mode)
-    take_steps(optimizer, model, range(5))
-    saved = through_a_file(compressor.state_dict())
-
-    model = parameters(SHAPES)
-    optimizer, compressor = make(hvd, model, **mode)
-    if hvd.rank() < hvd.size() - 1:
-        compressor.load_state_dict(saved)
-    take_steps(optimizer, model, range(5, 6))
-    assert compressor.stats()["step"] == 6
-    assert "ranks come from different steps" in caplog.text
-    take_steps(optimizer, model, range(6, 10))
-    assert same_on_all_ranks(model.values())
-
-
-def test_the_state_is_what_the_design_says():
-    model = parameters(SHAPES)
-    optimizer, compressor = make(hvd, model)
-    take_steps(optimizer, model, range(3))
-    state = compressor.state_dict()
-    assert (state["version"], state["settings"]) == (2, {"method": "ScaleCom"})
-    assert state["step"] == 3
-    assert state["config"]["rate"] == 20
-    assert {name: tuple(t.shape) for name, t in state["residues"].items()} == {
-        n: s for n, s in SHAPES.items() if n != "bias"
-    }
 
 
 def without(name):

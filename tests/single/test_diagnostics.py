@@ -383,15 +383,3 @@ def test_tensorboard_that_is_not_installed(monkeypatch):
 def test_what_is_refused(wrong, error, words):
     with pytest.raises(error, match=words):
         wrong()
-
-
-@pytest.mark.parametrize(
-    "method", [hvd.ScaleCom, hvd.RandomK, hvd.ECQSGD, hvd.LocalTopK, hvd.GTopK, hvd.GlobalTopK]
-)
-def test_every_method_takes_it(method):
-    assert method().diagnostics is None
-    assert method(diagnostics=50).diagnostics == hvd.Diagnostics()
-    assert method(rate=30, diagnostics=hvd.Diagnostics(5, sample=10)).diagnostics.settings == {
-        "diagnostics.every": 5,
-        "diagnostics.sample": 10,
-    }

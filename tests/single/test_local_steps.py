@@ -22,6 +22,7 @@ from local_ranks import (
     momentum,
     plain,
 )
+from simulated import assert_same
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd.exchange.background_thread import wait_for_kept
@@ -38,10 +39,6 @@ def assert_nothing_is_lost(ranks, first, end):
     moved = begun() - ranks.values() + ranks.residues()
     near = 0.1 if ranks.settings["dtype"] == BF16 else 1e-5
     torch.testing.assert_close(moved, torch.full_like(moved, came), rtol=0, atol=near)
-
-
-def assert_same(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 # What is sent, and when.

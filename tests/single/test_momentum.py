@@ -380,19 +380,6 @@ def test_what_is_gone_does_nothing():
     assert are_equal(served.named, plain(PLAIN["AdamW"]))
 
 
-@pytest.mark.parametrize("make", [PLAIN["momentum"], PLAIN["AdamW"]])
-def test_a_run_that_goes_on_is_one_that_never_stopped(make):
-    served = Served(make).train(range(3))
-    saved = copy.deepcopy(served.optimizer.state_dict())
-    values = {name: nn.Parameter(p.detach().clone()) for name, p in served.named.items()}
-    again = Served(make, values)
-    again.optimizer.load_state_dict(saved)
-    again.residues.step = served.residues.step
-    for each in (served, again):
-        each.train(range(3, 6))
-    assert are_equal(again.named, served.named)
-
-
 @pytest.mark.parametrize("by_hook", [True, False])
 def test_a_hook_that_is_never_called_is_said_once(by_hook, caplog):
     served = Served(PLAIN["momentum"], by_hook=by_hook)

@@ -118,27 +118,6 @@ def test_a_run_that_turns_out_longer_goes_on(saved_at):
     assert rates == [1, *expected[saved_at + 1 :]]
 
 
-def test_kernels_that_run_beside_backward(monkeypatch):
-    monkeypatch.setattr("scalecom_hvd.exchange.bucket.WORTH_A_THREAD", 1)
-    hold_against_reference(3, steps=20, bucket_bytes=5000)
-    hold_against_reference(3, steps=20, bucket_bytes=5000, lookahead=True)
-
-
-def test_the_order_of_arrival_changes_nothing():
-    straight, turned = (simulate(3, leader="staggered", bucket_bytes=5000) for _ in range(2))
-    names = list(SHAPES)
-    for step in range(6):
-        grads = made_up(3, step)
-        for worker in grads[1:]:
-            worker["second"] = np.zeros(SHAPES["second"], np.float32)
-        some = as_tensors(grads)
-        for worker in some[1:]:
-            worker["second"] = None
-        first = straight.step(as_tensors(grads), [names] * 3)
-        second = turned.step(some, [names, names[::-1], names[1:] + names[:1]])
-        assert_same(first, second)
-
-
 def test_sums():
     averages = simulate(4).step(as_tensors(made_up(4, 0)))[0]
     sums = simulate(4, sums=True).step(as_tensors(made_up(4, 0)))[0]
