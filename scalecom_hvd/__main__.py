@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from scalecom_hvd import __version__, doctor, plan
+from scalecom_hvd.doctor.findings import Finding, count_wrong
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -39,9 +40,9 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(_joined(sys.argv[1:] if words is None else words))
     try:
         if arguments.command == "doctor":
-            examination = doctor.Examination(arguments)
-            _write(examination.lines())
-            return 1 if examination.wrong else 0
+            found: list[Finding] = []
+            _write(doctor.examine(arguments, found))
+            return 1 if count_wrong(found) else 0
         try:
             _write(plan.run(arguments))
         except ValueError as error:  # settings that are wrong together

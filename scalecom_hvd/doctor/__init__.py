@@ -18,13 +18,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections import deque
 from collections.abc import Iterator
 
 from scalecom_hvd.doctor import facts, findings, self_test
 from scalecom_hvd.plan import positive
 
-__all__ = ["Examination", "add_arguments"]
+__all__ = ["add_arguments", "examine"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,53 +37,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="write the report as JSON")
 
 
-class Examination:
-    """One examination of this machine, for arguments as `add_arguments` reads them.
+def examine(arguments: argparse.Namespace, found: list[findings.Finding]) -> Iterator[str]:
+    """Examine this machine, and report line by line while it is being examined.
 
-    Attributes:
-        found: the findings so far, `Finding`s.
+    Args:
+        arguments: as `add_arguments` reads them.
+        found: an empty list, which takes the findings.
     """
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._arguments = arguments
-        self._facts = facts.Facts()
-        self._results: list[self_test.Result] = []
-        self.found: list[findings.Finding] = []
-
-    @property
-    def wrong(self) -> bool:
-        """Whether something that is installed does not work."""
-        return any(finding.level == findings.WRONG for finding in self.found)
-
-    def lines(self) -> Iterator[str]:
-        """Examine the machine and report line by line, while it is being examined."""
-        if not self._arguments.json:
-            yield from self._examine()
-            return
-        deque(self._examine(), maxlen=0)
-        report = {
-            "facts": dataclasses.asdict(self._facts),
-            "self_test": [result._asdict() for result in self._results],
-            "findings": [finding._asdict() for finding in self.found],
-            "wrong": self.wrong,
-        }
-        yield json.dumps(report, indent=1)
-
-    def _examine(self) -> Iterator[str]:
-        asked = self._arguments
-        self._facts = facts.collect(asked.limit)
-        yield from facts.lines(self._facts)
-        self.found += findings.findings(self._facts)
-        tests = [] if asked.no_self_test else self_test.tests(self._facts)
-        if tests and asked.gpu:
-            tests += self_test.gpu_tests(self._facts)
-            self.found += [] if self._facts.gpus else [findings.NO_GPU]
+    there = facts.collect(arguments.limit)
+    found += findings.findings(there)
+    tests = [] if arguments.no_self_test else self_test.tests(there)
+    if tests and arguments.gpu:
+        tests += self_test.gpu_tests(there)
+        found += [] if there.gpus else [findings.NO_GPU]
+    if not arguments.json:
         two = "training on two ranks of this machine, compared with the reference."
-        yield from ("", f"Self-test: {two if tests else 'skipped.'}")
-        for test in tests:
-            result = self_test.run(test, asked.limit)
-            self._results.append(result)
-            yield from self_test.lines(result)
-            if result.ok is False:
-                self.found.append(findings.of_failed_test(result.name, result.command))
-        yield from ("", *findings.lines(self.found))
+        yield from (*facts.lines(there), "", f"Self-test: {two if tests else 'skipped.'}")
+    results = []
+    for test in tests:
+        results.append(self_test.run(test, arguments.limit))
+        if results[-1].ok is False:
+            found.append(findings.of_failed_test(test.name, results[-1].command))
+        if not arguments.json:
+            yield from self_test.lines(results[-1])
+    if not arguments.json:
+        yield from ("", *findings.lines(found))
+        return
+    report = {
+        "facts": dataclasses.asdict(there),
+        "self_test": [result._asdict() for result in results],
+        "findings": [finding._asdict() for finding in found],
+        "wrong": findings.count_wrong(found) > 0,
+    }
+    yield json.dumps(report, indent=1)

@@ -184,6 +184,11 @@ def _gpus(facts: Facts) -> Found:
         yield MISSING, what, "install it:", "pip install triton"
 
 
+def count_wrong(found: Sequence[Finding]) -> int:
+    """How many things do not work."""
+    return sum(finding.level == WRONG for finding in found)
+
+
 def lines(found: Sequence[Finding]) -> Iterator[str]:
     """The findings, and a summary."""
     for level, what, advice, command in found:
@@ -193,7 +198,7 @@ def lines(found: Sequence[Finding]) -> Iterator[str]:
         )
         if command:  # on one line, to paste
             yield f"{' ' * 12}{command}"
-    wrong = sum(finding.level == WRONG for finding in found)
+    wrong = count_wrong(found)
     if found:
         yield ""
     things = "1 thing is wrong" if wrong == 1 else f"{wrong} things are wrong"

@@ -346,7 +346,7 @@ def test_the_command_line_imports_no_framework():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
-    assert doctor.__all__ == ["Examination", "add_arguments"]
+    assert doctor.__all__ == ["add_arguments", "examine"]
 
 
 def test_a_failure_shows_the_first_error_and_the_last_words():
