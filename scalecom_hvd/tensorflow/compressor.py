@@ -2,8 +2,7 @@
 
 It holds the settings, the residues and the loss scale; exchange.py builds the graph. A new tape is
 made for every step, so the residues live here, by variable. Used by reduction.py, elastic.py and
-optimizer.py. Imports elastic_agreement, exchange, loss_scale, residues, transport and the
-framework-free rooms.
+optimizer.py. Imports elastic_agreement, exchange, residues, transport and the framework-free rooms.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import json
 import logging
 import math
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import horovod.tensorflow as horovod
 import numpy as np
@@ -29,7 +28,6 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.saved_state import STATE_VERSION, check_finite, check_residues, check_state
 from scalecom_hvd.tensorflow.elastic_agreement import have_met, meet, take_agreement
 from scalecom_hvd.tensorflow.exchange import Exchange
-from scalecom_hvd.tensorflow.loss_scale import LossScale, scale_reader
 from scalecom_hvd.tensorflow.residues import (
     CompressedTensor,
     Progress,
@@ -56,6 +54,11 @@ _NEEDS_KERAS_OPTIMIZER = (
 MAKE_IT_ONCE = (
     "make the ScaleCom once, outside of the training step, and pass the same object to every "
     "DistributedGradientTape"
+)
+
+# A Keras LossScaleOptimizer, or a callable that gives the current scale.
+LossScale: TypeAlias = (
+    tf.keras.mixed_precision.LossScaleOptimizer | Callable[[], float | tf.Tensor | tf.Variable]
 )
 
 # What a saved state must match besides the config; see saved_state.check_state.
@@ -142,7 +145,7 @@ class _Bound:
         # Of all variables seen so far, by name.
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.rates: dict[str, float] = {}
-        self.tensors: list[dict[str, CompressedTensor]] = []  # of each stream, by name
+        self.tensors: dict[str, CompressedTensor] = {}  # of all streams, by _in_stream
         self.exchanges: dict[tuple[int, tuple[str, ...]], Exchange] = {}  # by stream and names
         self.last: dict[Any, Exchange] = {}  # what last averaged a variable, by variable.ref()
         self.loaded: dict[str, Any] | None = None  # not taken up by all variables yet
@@ -201,7 +204,7 @@ class ScaleCom(Tracked, Compressor):
         self.knows_loss_scale = loss_scale is not None
         self.current_loss_scale = scale_reader(loss_scale)
         self._bound = _Bound()
-        self._make_stream()
+        self._streams.append(_Stream())  # a checkpoint would not restore into a new list
         _objects.append(weakref.ref(self, _objects.remove))
 
     @classmethod
@@ -306,17 +309,19 @@ class ScaleCom(Tracked, Compressor):
             if not variable.shape.is_fully_defined():
                 raise TypeError(f"{name} has the shape {variable.shape}, which must be known")
         while len(self._streams) <= stream:
-            self._make_stream()
-        rates = self._rates_of(variables)
-        kept, tensors = self._streams[stream], self._bound.tensors[stream]
+            self._streams.append(_Stream())
+        rates, tensors = self._rates_of(variables), self._bound.tensors
+        kept = self._streams[stream]
         mine = {
-            name: tensors.get(name) or CompressedTensor(name, variable, rates[name], self.config)
+            name: tensors.get(_in_stream(stream, name))
+            or CompressedTensor(name, variable, rates[name], self.config)
             for name, variable in variables.items()
             if rates[name] > 1
         }
-        new = {name: tensor for name, tensor in mine.items() if name not in tensors}
-        self._take_up_residues(stream, new)
-        tensors.update(mine)
+        new = {name: tensor for name, tensor in mine.items() if name not in kept.residues}
+        in_stream = {_in_stream(stream, name): tensor for name, tensor in new.items()}
+        self._take_up_residues(in_stream)
+        tensors.update(in_stream)
         kept.residues.update({name: tensor.residue for name, tensor in new.items()})
         kept.recent_norms.update({name: tensor.recent for name, tensor in new.items()})
         label = _label(stream, list(variables))
@@ -362,10 +367,6 @@ class ScaleCom(Tracked, Compressor):
         bound.rates = self.config.rates_for(bound.shapes) | bound.rates
         return {name: bound.rates[name] for name in variables}
 
-    def _make_stream(self) -> None:
-        self._streams.append(_Stream())  # a checkpoint would not restore into a new list
-        self._bound.tensors.append({})
-
     def _name_of(self, variable: tf.Variable) -> str:
         """The variable's name without ":0". A second variable of that name gets ".1", and so on."""
         names = self._bound.names
@@ -409,9 +410,10 @@ class ScaleCom(Tracked, Compressor):
                 elif value is not None:
                     largest = key in _LARGEST_COUNTS
                     numbers[key] = max(numbers[key], value) if largest else numbers[key] + value
-        residues = [residue for stream in self._streams for residue in stream.residues.values()]
-        norms = [float(np.linalg.norm(value_of(r).astype(np.float64))) for r in residues]
-        outliers = sum(int(value_of(tensor.recent)[2]) for tensor in self._tensors().values())
+        tensors = self._bound.tensors.values()
+        residues = (value_of(tensor.residue).astype(np.float64) for tensor in tensors)
+        norms = map(float, map(np.linalg.norm, residues))
+        outliers = sum(int(value_of(tensor.recent)[2]) for tensor in tensors)
         return numbers | {"residue_norm": math.hypot(*norms), "outliers": outliers}
 
     def state_dict(self) -> dict[str, Any]:
@@ -428,11 +430,9 @@ class ScaleCom(Tracked, Compressor):
         """
         # A loaded state that no variable has taken up yet must be saved, too.
         loaded = self._bound.loaded or {"step": 0, "residues": {}}
-        residues = {
-            name: value_of(tensor.residue).reshape(tensor.shape)
-            for name, tensor in self._tensors().items()
-        }
-        recent = {name: value_of(own.recent)[:2].tolist() for name, own in self._tensors().items()}
+        tensors = self._bound.tensors
+        residues = {name: value_of(own.residue).reshape(own.shape) for name, own in tensors.items()}
+        recent = {name: value_of(own.recent)[:2].tolist() for name, own in tensors.items()}
         exchanges = loaded.get("exchanges", {}) | {
             label: progress.as_dict()
             for stream in self._streams
@@ -462,7 +462,7 @@ class ScaleCom(Tracked, Compressor):
         self._settings.check(state, bool(state.get("residues", True)))
         saved = dict(state["residues"])
         check_finite({name: bool(np.isfinite(residue).all()) for name, residue in saved.items()})
-        known = {name: tensor.shape for name, tensor in self._tensors().items()}
+        known = {name: tensor.shape for name, tensor in self._bound.tensors.items()}
         if saved and known:  # without residues, it was saved before the first step
             check_residues({name: np.shape(residue) for name, residue in saved.items()}, known)
         held = [progress for kept in self._streams for progress in kept.progress.values()]
@@ -470,36 +470,27 @@ class ScaleCom(Tracked, Compressor):
             progress.check(state.get("exchanges", {}).get(progress.label, {}))
         self._bound.loaded = dict(state) | {"residues": saved}
         self._settings.note_place(state)
-        for stream, tensors in enumerate(self._bound.tensors):
-            self._take_up_residues(stream, tensors)
+        self._take_up_residues(self._bound.tensors)
         for progress in held:
             self._take_up_progress(progress)
         if known:
             self._bound.loaded = None
 
-    def _tensors(self) -> dict[str, CompressedTensor]:
-        return {
-            _in_stream(stream, name): tensor
-            for stream, tensors in enumerate(self._bound.tensors)
-            for name, tensor in tensors.items()
-        }
-
-    def _take_up_residues(self, stream: int, tensors: Mapping[str, CompressedTensor]) -> None:
-        """Give tensors the residues that were loaded for them."""
+    def _take_up_residues(self, tensors: Mapping[str, CompressedTensor]) -> None:
+        """Give tensors, by `_in_stream`, the residues that were loaded for them."""
         if self._bound.loaded is None or not tensors:
             return
         saved = self._bound.loaded["residues"]
-        shapes = {_in_stream(stream, name): tensor.shape for name, tensor in tensors.items()}
         if saved:
-            found = {name: shape for name, shape in shapes.items() if name in saved}
+            found = {name: own.shape for name, own in tensors.items() if name in saved}
             # Variables that join later may have been frozen when the state was saved.
-            wanted = found if any(self._bound.tensors) else shapes
+            known = bool(self._bound.tensors)
+            wanted = found if known else {name: own.shape for name, own in tensors.items()}
             check_residues({name: np.shape(saved[name]) for name in found}, wanted)
         norms = self._bound.loaded.get("recent_norms", {})
         for name, tensor in tensors.items():
-            own = _in_stream(stream, name)
-            set_value(tensor.residue, saved.get(own, np.zeros(tensor.shape)))
-            set_value(tensor.recent, [*norms.get(own, (0, 0)), 0])
+            set_value(tensor.residue, saved.get(name, np.zeros(tensor.shape)))
+            set_value(tensor.recent, [*norms.get(name, (0, 0)), 0])
 
     def _take_up_progress(self, progress: Progress) -> None:
         """Give an exchange the step, and look-ahead's offsets, that were loaded for it."""
@@ -526,13 +517,36 @@ def shared() -> ScaleCom:
         return ScaleCom()
 
 
-def is_scalecom(
-    compression: type[Compressor] | Compressor,
-) -> TypeGuard[type[ScaleCom] | ScaleCom]:
+def is_scalecom(compression: Any) -> bool:
     """Whether `compression` is this class or one of its objects."""
-    return isinstance(compression, ScaleCom) or (
-        isinstance(compression, type) and issubclass(compression, ScaleCom)
-    )
+    kind = compression if isinstance(compression, type) else type(compression)
+    return issubclass(kind, ScaleCom)
+
+
+def scale_reader(loss_scale: LossScale | None) -> Callable[[], tf.Tensor | None]:
+    """A function that gives the loss scale as a tensor, or None for 1."""
+    if loss_scale is None:
+        return lambda: None
+    if hasattr(loss_scale, "loss_scale"):
+        optimizer: Any = loss_scale
+        return lambda: tf.convert_to_tensor(optimizer.loss_scale)
+    if not callable(loss_scale):
+        raise TypeError(
+            "loss_scale must be a LossScaleOptimizer or a callable that gives the current scale, "
+            f"not {loss_scale!r}"
+        )
+
+    def read() -> tf.Tensor:
+        scale = loss_scale()
+        if not tf.executing_eagerly() and not isinstance(scale, (tf.Tensor, tf.Variable)):
+            raise TypeError(
+                "in a traced function loss_scale must give a tf.Tensor or tf.Variable, such as "
+                f"`lambda: optimizer.loss_scale`. With a number ({scale!r}), the scale would never "
+                "change again"
+            )
+        return tf.cast(scale, tf.float64)
+
+    return read
 
 
 def _place(has_residues: bool) -> dict[str, int]:

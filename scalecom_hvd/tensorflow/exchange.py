@@ -329,14 +329,8 @@ class Exchange:
         is_outlier = counts & (norms > limit)
         shares = tf.where(is_outlier, 2 ** tf.floor(tf.math.log(limit / norms) / math.log(2)), 1)
         longest = tf.where(counts, tf.maximum(norms * shares, KEPT * longest), longest)
-        noted = tf.stack(
-            [
-                longest,
-                count + tf.cast(counts, count.dtype),
-                outliers + tf.cast(is_outlier, count.dtype),
-            ],
-            1,
-        )
+        count += tf.cast(counts, count.dtype)
+        noted = tf.stack([longest, count, outliers + tf.cast(is_outlier, count.dtype)], 1)
         for tensor, own, share in zip(tensors, tf.unstack(noted), tf.unstack(shares), strict=True):
             tensor.recent.assign(own)
             tf.cond(share < 1, functools.partial(_scale, tensor.residue, share), tf.no_op)
@@ -350,31 +344,27 @@ class Exchange:
         This does in the graph what training_warnings does.
         """
 
-        def norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-            return tf.norm(tf.stack([tf.cast(tf.norm(tensor), tf.float64) for tensor in tensors]))
-
         def look() -> tf.Operation:
             names = [tensor.name for bucket in self.buckets for tensor in bucket.compressed]
-            wide = [tf.float64 if grads[name].dtype == tf.float64 else tf.float32 for name in names]
-            own = [tf.cast(grads[name], dtype) for name, dtype in zip(names, wide, strict=True)]
-            gradients = norm(own) * (1.0 if now.scale is None else now.scale)
-            newest = tf.stack([[norm(residues) / self.config.beta], [gradients]])
+            gradients = tf.norm(tf.stack([_norm(grads[name]) for name in names]))
+            gradients *= 1.0 if now.scale is None else now.scale
+            waits = tf.norm(tf.stack([_norm(own) for own in residues])) / self.config.beta
+            newest = tf.stack([[waits], [gradients]])
             norms = tf.concat([self.progress.norms.read_value()[:, 1:], newest], 1)
             limit = growth_limit((self.rates[name] for name in names), self.config)
             growing = keep_growing(tf.unstack(norms[0]), tf.unstack(norms[1]), limit)
             message = "scalecom_hvd: " + GROWTH_WARNING.replace("%d", "{}").replace("%.0f", "{}")
             ratio = tf.cast(tf.round(norms[0, -1] / tf.reduce_max(norms[1])), tf.int64)
 
-            def warn() -> tf.Tensor:
+            def warn() -> tf.Operation:
                 # Not through TensorFlow's log, which many users switch off with its banners.
                 text = tf.strings.format(message, (now.step, ratio))
-                tf.print(text, output_stream=sys.stderr)
-                return tf.constant(True)
+                return tf.print(text, output_stream=sys.stderr)
 
-            before = self.progress.warned.read_value()
-            warned = tf.cond(growing & ~before, warn, lambda: before)
+            warned = self.progress.warned.read_value()
+            tf.cond(growing & ~warned, warn, tf.no_op)
             self.progress.norms.assign(norms)
-            return self.progress.warned.assign(warned, read_value=False)
+            return self.progress.warned.assign(warned | growing, read_value=False)
 
         due = tf.equal(now.step % LOOK_EVERY, 0) & ~tf.convert_to_tensor(now.whole)
         tf.cond(due, look, tf.no_op)
@@ -410,7 +400,7 @@ class Exchange:
 
 
 def _norm(tensor: tf.Tensor) -> tf.Tensor:
-    """A gradient's norm, in float64. Squares of large elements may overflow in float32."""
+    """A tensor's norm, in float64. Squares of large elements may overflow in float32."""
     wide = tf.cast(tensor, tf.float64 if tensor.dtype == tf.float64 else tf.float32)
     norm = tf.cast(tf.norm(wide), tf.float64)
     return tf.cond(tf.math.is_inf(norm), lambda: tf.norm(tf.cast(tensor, tf.float64)), lambda: norm)
