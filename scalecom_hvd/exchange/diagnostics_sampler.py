@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,15 +22,6 @@ from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.kernels.base import usable
 
 log = logging.getLogger("scalecom_hvd")
-
-
-class Before(NamedTuple):
-    """One tensor's sample before the step."""
-
-    residue: torch.Tensor  # (size of the sample,)
-    accumulator: torch.Tensor  # in the residue's units
-    scale: float  # 1 / loss scale
-    frozen: bool  # whether the tensor sends nothing; it then shows as zeros
 
 
 class Sampler:
@@ -52,7 +42,8 @@ class Sampler:
         self.seen: int | None = None
         self.every, self._sample = diagnostics.every, diagnostics.sample
         self._files = Files("diagnostics", diagnostics.csv, diagnostics.tensorboard)
-        self._before: dict[str, Before] = {}
+        # {name: (m, acc)} before the step, in the residue's units.
+        self._before: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         # {name: (m, acc, average, m afterwards)} of the step's parts so far.
         self._columns: dict[str, tuple[torch.Tensor, ...]] = {}
         self._pieces: dict[str, Piece] = {}
@@ -73,24 +64,23 @@ class Sampler:
 
     def before(self, bucket: BucketStep) -> None:
         """Look at a bucket when its gradients are here, before anything has moved."""
-        for (name, tensor), frozen in zip(bucket.compressed.items(), bucket.frozen, strict=True):
+        for name, tensor in bucket.compressed.items():
             places = self._places[name]
             residue = tensor.residue[places]
             gradient, _ = usable(bucket.grads[name][places], residue, bucket.scale)
-            self._before[name] = Before(residue, residue + gradient, bucket.scale, frozen)
+            self._before[name] = residue, residue + gradient
 
     def after(self, buckets: Sequence[BucketStep], collectives: Collectives) -> None:
         """Look at buckets after their step is committed: their gradients now hold the averages."""
         for bucket in buckets:
-            for name, tensor in bucket.compressed.items():
-                seen, places = self._before.pop(name), self._places[name]
-                # A residue is that of one worker, so a sum over workers is divided by their
-                # number.
-                scale = seen.scale / (collectives.share * collectives.size)
-                average = bucket.grads[name][places].to(tensor.residue.dtype) * scale
-                column = seen.residue, seen.accumulator, average, tensor.residue[places]
-                zeros = tuple(map(torch.zeros_like, column))
-                self._columns[name] = zeros if seen.frozen else column
+            # A residue is that of one worker, so a sum over workers is divided by their number.
+            scale = bucket.scale / (collectives.share * collectives.size)
+            for (name, own), frozen in zip(bucket.compressed.items(), bucket.frozen, strict=True):
+                places = self._places[name]
+                average = bucket.grads[name][places].to(own.residue.dtype) * scale
+                column = *self._before.pop(name), average, own.residue[places]
+                # What sends nothing shows as zeros.
+                self._columns[name] = tuple(map(torch.zeros_like, column)) if frozen else column
 
     def due(self) -> int | None:
         """The step that ranks must still compare. From now on there is none."""

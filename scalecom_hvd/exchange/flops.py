@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -59,23 +61,22 @@ def rates_from_flops(
     flops = _count(model, layers, example_inputs)
 
     # Tied parameters belong to the layer that comes first, as in model.named_parameters().
-    owned: dict[str, list[str]] = {}
-    sizes: dict[str, int] = {}
+    owners: dict[str, str] = {}
+    sizes = Counter[str]()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             layer = name.rpartition(".")[0]
             while layer not in flops and layer:
                 layer = layer.rpartition(".")[0]
-            owned.setdefault(layer, []).append(name)
-            sizes[layer] = sizes.get(layer, 0) + parameter.numel()
+            owners[name] = layer
+            sizes[layer] += parameter.numel()
+
+    def rate_of(layer: str) -> float:
+        per_gradient = flops.get(layer, 0) * GUIDE_BATCH / batch_size / sizes[layer]
+        return next(rate for least, rate in GUIDE if per_gradient >= least)
 
     first = next((layer for layer, count in flops.items() if count > 0), None)
-    rates = {}
-    for layer, names in owned.items():
-        per_gradient = flops.get(layer, 0) * GUIDE_BATCH / batch_size / sizes[layer]
-        guided = next(rate for least, rate in GUIDE if per_gradient >= least)
-        rates.update(dict.fromkeys(names, 1.0 if layer == first else guided))
-    return {name: rates[name] for name, p in model.named_parameters() if p.requires_grad}
+    return {name: 1.0 if layer == first else rate_of(layer) for name, layer in owners.items()}
 
 
 def _count(
@@ -89,16 +90,13 @@ def _count(
     handles: list[torch.utils.hooks.RemovableHandle] = []
     training = {module: module.training for module in model.modules()}
     with FlopCounterMode(display=False) as counter, _countable():
+
+        def count(sign: int, name: str, *_: object) -> None:
+            flops[name] = flops.get(name, 0) + sign * counter.get_total_flops()
+
         for name, module in layers.items():
-
-            def before(*_: object, name: str = name) -> None:
-                flops[name] = flops.get(name, 0) - counter.get_total_flops()
-
-            def after(*_: object, name: str = name) -> None:
-                flops[name] += counter.get_total_flops()
-
-            handles.append(module.register_forward_pre_hook(before))
-            handles.append(module.register_forward_hook(after))
+            handles.append(module.register_forward_pre_hook(partial(count, -1, name)))
+            handles.append(module.register_forward_hook(partial(count, 1, name)))
         model.eval()
         try:
             with torch.no_grad():

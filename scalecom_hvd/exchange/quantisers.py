@@ -44,7 +44,7 @@ class Quantiser:
 
     def is_gathered(self, payload: torch.Tensor, sent: torch.Tensor, ranks: int) -> bool:
         """Whether gathering `payload` (uint8) is less traffic than summing the values `sent`."""
-        return ranks * payload.numel() < 2 * sent.numel() * sent.element_size()
+        return self.rounds and ranks * payload.numel() < 2 * sent.numel() * sent.element_size()
 
     def quantise(
         self, blocks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
@@ -287,9 +287,6 @@ class Unrounded(Quantiser):
     """Leaves values as they are. quantiser=None stands for it."""
 
     bits, rounds = 32, False
-
-    def is_gathered(self, payload: torch.Tensor, sent: torch.Tensor, ranks: int) -> bool:
-        return False
 
     def pack(
         self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator

@@ -51,16 +51,11 @@ class Meeting:
         self.result: torch.Tensor | None = None  # what `Combine` gave
         # Points on the ranks' streams, if there are any: where what each brought is there, and
         # later where the result is.
-        self._points: list[Point] = []
-
-    def bring(self, rank: int, what: tuple[object, ...], tensor: torch.Tensor) -> None:
-        """Bring a rank's tensor, which the work enqueued on its current stream so far makes."""
-        self.brought[rank] = what, tensor
-        self._points.append(Point(tensor))
+        self.points: list[Point] = []
 
     def take(self, own: torch.Tensor) -> torch.Tensor:
         """The result, for a rank that brought this tensor."""
-        for point in self._points:
+        for point in self.points:
             point.let_stream_wait()
         if self.result is None:
             return own
@@ -75,10 +70,10 @@ class Meeting:
         if different is not None:
             self.error = f"rank 0 submitted {first}, and rank {different} {brought[different][0]}"
         else:
-            for point in self._points:
+            for point in self.points:
                 point.let_stream_wait()
             self.result = combine([tensor for _, tensor in brought])
-            self._points = [Point(brought[0][1])]
+            self.points = [Point(brought[0][1])]
         self.brought.clear()
         self.complete = True
 
@@ -101,9 +96,7 @@ class Network:
         self._unfinished = 0
         self._failure: BaseException | None = None
         # A closed gate per rank. The rank that has the turn opens the gate of the next.
-        self._gates = [threading.Lock() for _ in range(n)]
-        for gate in self._gates:
-            gate.acquire()
+        self._gates = [threading.Semaphore(0) for _ in range(n)]
         self._threads = ThreadPoolExecutor(n, "simulated rank")
 
     def run(self, functions: Sequence[Task]) -> list[Any]:
@@ -137,7 +130,8 @@ class Network:
                     f"Duplicate tensor name {name}: rank {rank} submitted it again before all "
                     "ranks had submitted it once"
                 )
-            meeting.bring(rank, what, tensor)
+            meeting.brought[rank] = what, tensor
+            meeting.points.append(Point(tensor))
             if len(meeting.brought) == self.n:
                 del self._meetings[name]
                 meeting.finish(combine)

@@ -27,7 +27,6 @@ from momentum import Momentum
 from oracles import methods as oracle
 
 from scalecom_hvd.exchange.bucket_step import BucketStep
-from scalecom_hvd.exchange.methods.local_top_k import pack, unpack
 
 SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0}
 DTYPES = {"double": torch.float64, "half": torch.float16}
@@ -59,9 +58,11 @@ class ScaledSign(hvd.Method):
         values = bucket.sendable(places)
         values = values.sign() * values.abs().mean()
         bucket.send(places, values)
-        for payload in (yield from collectives.gather(pack(values, offsets), "signs")):
-            theirs, at = unpack(payload, values)
-            bucket.receive(bucket.places_at(at[: len(offsets)]), theirs * collectives.share)
+        own = values.view(torch.uint8), offsets
+        for payload in (yield from collectives.gather(torch.cat(own), "signs")):
+            theirs, at = payload.split([len(part) for part in own])
+            received = theirs.view(values.dtype) * collectives.share
+            bucket.receive(bucket.places_at(at), received)
 
 
 def scaled_sign(accumulators, bucket):

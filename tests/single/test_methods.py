@@ -18,7 +18,6 @@ from simulated import as_tensors, assert_same, made_up, residues_of, simulate, s
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd.exchange.methods.g_top_k import merge
-from scalecom_hvd.exchange.methods.local_top_k import pack, unpack
 from scalecom_hvd.exchange.methods.random_k import draw
 from scalecom_hvd.exchange.quantisers import generator
 from scalecom_hvd.lanes import Lanes, Positions
@@ -73,19 +72,6 @@ def test_numbers_drawn_depend_on_every_number_given():
 
 
 # What is sent.
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("count", [1, 2, 7])
-def test_packed_values_and_bytes_come_back(count, dtype):
-    sent = [
-        (torch.randn(count, dtype=dtype), torch.full((count,), i, dtype=torch.uint8))
-        for i in range(3)
-    ]
-    for payload, (values, more) in zip([pack(*each) for each in sent], sent, strict=True):
-        theirs, rest = unpack(payload, values)
-        assert torch.equal(theirs, values)
-        assert torch.equal(rest, more)
 
 
 @pytest.mark.parametrize("n", range(1, 9))

@@ -9,7 +9,6 @@ from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.kernels.base import largest
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
-from scalecom_hvd.exchange.methods.local_top_k import pack, unpack
 from scalecom_hvd.exchange.methods.state import State
 
 
@@ -38,12 +37,10 @@ class GTopK(Method):
         k = sum(bucket.counts)
         places = largest(bucket.accumulators, k)
         values = bucket.sendable(places)
-        payload = pack(values, places.to(torch.int32).view(torch.uint8))
-        everyone = yield from collectives.gather(payload, "chosen")
-        choices = []
-        for theirs in everyone:
-            sent, at = unpack(theirs, values)
-            choices.append((at.view(torch.int32).long(), sent))
+        own = values.view(torch.uint8), places.to(torch.int32).view(torch.uint8)
+        everyone = yield from collectives.gather(torch.cat(own), "chosen")
+        parts = [theirs.split([len(part) for part in own]) for theirs in everyone]
+        choices = [(at.view(torch.int32).long(), sent.view(values.dtype)) for sent, at in parts]
         (chosen, sums), mine = merge(choices, k, collectives.position)
         bucket.send(mine, values[torch.isin(places, mine)])
         bucket.receive(chosen, sums * collectives.share)

@@ -94,14 +94,3 @@ class LocalTopK(Method):
             if contributors is not None:
                 share = share * collectives.size / contributors[at].clamp_(min=1)
             bucket.receive(at, received * share)
-
-
-def pack(values: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-    """Put values, and more bytes after them, into one buffer of bytes."""
-    return torch.cat([values.view(torch.uint8), more])
-
-
-def unpack(payload: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values, with the number and dtype of those in `like`, and the bytes after them."""
-    cut = like.numel() * like.element_size()
-    return payload[:cut].view(like.dtype), payload[cut:]
