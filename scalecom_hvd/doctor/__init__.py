@@ -53,11 +53,12 @@ def examine(arguments: argparse.Namespace, found: list[findings.Finding]) -> Ite
     if not arguments.json:
         two = "training on two ranks of this machine, compared with the reference."
         yield from (*facts.lines(there), "", f"Self-test: {two if tests else 'skipped.'}")
-    results = []
+    results, again = [], "its last lines are above. To run it again:"
     for test in tests:
         results.append(self_test.run(test, arguments.limit))
         if results[-1].ok is False:
-            found.append(findings.of_failed_test(test.name, results[-1].command))
+            fails = f"the self-test fails: {test.name}"
+            found.append(findings.Finding(findings.WRONG, fails, again, results[-1].command))
         if not arguments.json:
             yield from self_test.lines(results[-1])
     if not arguments.json:

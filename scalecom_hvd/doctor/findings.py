@@ -45,12 +45,6 @@ def findings(facts: Facts) -> list[Finding]:
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
 
-def of_failed_test(name: str, command: str) -> Finding:
-    """The finding for a failed test of the self-test. command: runs the test again."""
-    again = "its last lines are above. To run it again:"
-    return Finding(WRONG, f"the self-test fails: {name}", again, command)
-
-
 def build_horovod(framework: str) -> tuple[str, str]:
     """How to build Horovod for "torch" or "tensorflow": in words, and a command.
 
