@@ -103,3 +103,8 @@ class Monitor:
             for name, number in numbers.items():
                 self._writer.add_scalar(f"scalecom/{name}", number, step)
         self._files.write(numbers, step)
+
+
+def on(rank: Callable[[], int]) -> type[Monitor]:
+    """The Monitor of a face. rank: says which rank this is."""
+    return type("Monitor", (Monitor,), {"_rank": staticmethod(rank), "__doc__": Monitor.__doc__})

@@ -23,12 +23,7 @@ from scalecom_hvd.ddp.optimizer import DistributedOptimizer, broadcast_parameter
 from scalecom_hvd.exchange import ScaleCom, public_names
 from scalecom_hvd.exchange.public_names import *  # noqa: F403
 
-
-class Monitor(_monitoring.Monitor):  # noqa: D101 (it is that one's)
-    __doc__ = _monitoring.Monitor.__doc__
-
-    _rank = staticmethod(lambda: _dist.get_rank() if _dist.is_initialized() else 0)
-
+Monitor = _monitoring.on(lambda: _dist.get_rank() if _dist.is_initialized() else 0)
 
 __all__ = [
     "DistributedOptimizer",

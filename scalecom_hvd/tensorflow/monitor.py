@@ -9,11 +9,7 @@ import tensorflow as tf
 
 from scalecom_hvd import monitoring
 
-
-class Monitor(monitoring.Monitor):  # noqa: D101 (it is that one's)
-    __doc__ = monitoring.Monitor.__doc__
-
-    _rank = staticmethod(horovod.rank)
+Monitor = monitoring.on(horovod.rank)
 
 
 class MonitorCallback(tf.keras.callbacks.Callback):
@@ -35,7 +31,7 @@ class MonitorCallback(tf.keras.callbacks.Callback):
 
     def __init__(self, compression: Any = None, every: int = 50, **settings: Any) -> None:
         super().__init__()
-        self.monitor: Monitor | None = None
+        self.monitor: monitoring.Monitor | None = None
         self._compression = compression
         self._settings = {"every": every} | settings
 

@@ -29,12 +29,7 @@ from scalecom_hvd.torch.optimizer import DistributedOptimizer as DistributedOpti
 from scalecom_hvd.torch.optimizer import broadcast_parameters as broadcast_parameters
 
 globals().update(_named_collectives())
-
-
-class Monitor(_monitoring.Monitor):  # noqa: D101 (it is that one's)
-    __doc__ = _monitoring.Monitor.__doc__
-
-    _rank = staticmethod(_horovod.rank)
+Monitor = _monitoring.on(_horovod.rank)
 
 
 def join(device: int = -1) -> int:
