@@ -37,7 +37,15 @@ def named_collectives() -> dict[str, Callable[..., Any]]:
     Returns:
         {function name: the function that names its calls}.
     """
-    number = _counter()
+    restarts, counts = Restarts(), collections.Counter[tuple[str, int]]()
+
+    def number(*what: Any) -> int:
+        """The number of a call, by name and process set, since Horovod started."""
+        if restarts.noticed():
+            counts.clear()
+        counts[what] += 1
+        return counts[what] - 1
+
     # Run Horovod's own code in a copy of its namespace, in which the backward of a differentiable
     # collective finds the functions below. Horovod's module stays unchanged.
     namespace = dict(vars(mpi_ops))
@@ -63,19 +71,6 @@ def _moved(function: Callable[..., Any], namespace: dict[str, Any]) -> Callable[
         function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
     )
     return functools.update_wrapper(moved, function)
-
-
-def _counter() -> Callable[[str, int], int]:
-    """Counts unnamed calls since Horovod started: the number of a call, by name and process set."""
-    restarts, counts = Restarts(), collections.Counter[tuple[str, int]]()
-
-    def number(*what: Any) -> int:
-        if restarts.noticed():
-            counts.clear()
-        counts[what] += 1
-        return counts[what] - 1
-
-    return number
 
 
 def _named(

@@ -95,6 +95,7 @@ class ScaleCom(methods.ScaleCom):
         for asked, what in (
             (self.quantiser.rounds, f"quantiser={self.quantiser!r}"),
             (not self.config.has_fixed_rate, f"rate={self.config.rate!r}"),
+            (self.diagnostics is not None, "diagnostics=..."),
         ):
             if asked:
                 raise TypeError(

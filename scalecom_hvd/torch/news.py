@@ -2,12 +2,12 @@
 
 Hooks compress gradients there, so ranks cannot ask before a step begins, as they do with this
 package's optimizers (exchange/optimizer_gradients.py). A rank that has news says so in its first
-hook, and waits for nobody (`tell`). A rank without news asks (`ask`), and waits until all ranks
-have said whether they have news. This is safe, because it happens in synchronize(), which all ranks
-call equally often. When the last average has come, each rank tells the others how it stands
-(`signal`): whether its script changed gradients on their way, and whether the rank still holds to
-what ranks agreed on. In every step, a rank calls `tell` or `ask`, and then `signal`. If a step is
-given up before its signal, what was told stands.
+hook, and waits for nobody. A rank without news waits until all ranks have said whether they have
+news. This is safe, because it happens in synchronize(), which all ranks call equally often. When
+the last average has come, each rank tells the others how it stands (`signal`): whether its script
+changed gradients on their way, and whether the rank still holds to what ranks agreed on. In every
+step, a rank calls `ask`, and then `signal`. If a step is given up before its signal, what was told
+stands.
 """
 
 from __future__ import annotations
@@ -43,19 +43,14 @@ class News(NewGradients):
         self._work: Work | None = None
         self._told = self._signalled = False
 
-    def tell(self) -> None:
-        """Say that this rank has news, once per step. Hooks call this, so it waits for nothing."""
-        if not self._told:
-            self._told, self._work = True, self._share(1, _NAME)
-
     def ask(self, fresh: bool) -> bool:
         """Whether any rank has news. If this rank (`fresh`) has none, this waits for all ranks."""
-        if fresh:
-            self.tell()
         if self._told:  # perhaps in a step that this rank has given up since
             return True
-        self._told = True
-        return bool(self._share(0, _NAME).wait())
+        self._told, work = True, self._share(int(fresh), _NAME)
+        if fresh:  # perhaps in a hook, which must not wait
+            self._work = work
+        return fresh or bool(work.wait())
 
     def signal(self, changed: bool, agreed: bool) -> tuple[bool, bool]:
         """Tell all ranks how this one stands, before gradients are averaged, and wait for all.

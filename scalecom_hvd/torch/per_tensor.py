@@ -28,7 +28,6 @@ import torch
 
 from scalecom_hvd.agreement import Names, latest_step
 from scalecom_hvd.bucket_layout import Layout, step_stats
-from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange import methods
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.bucket_step import BucketStep
@@ -47,8 +46,6 @@ class Sent:
     """What decompress must know about a tensor. Horovod carries it there from compress."""
 
     name: str
-    shape: torch.Size
-    dtype: torch.dtype
     choice: torch.Tensor | None  # None: it was sent whole
 
 
@@ -148,14 +145,6 @@ class PerTensor(Averager):
         """Note that other residues were loaded: ranks compare at the end of the next step."""
         self._agreed = False
 
-    def watch(self, diagnostics: Diagnostics) -> None:
-        """Refuse this: tensors come one by one here, in any order, so no step is seen whole."""
-        raise ValueError(
-            "diagnostics do not work in horovod.torch's own DistributedOptimizer. Use "
-            "scalecom_hvd.torch's DistributedOptimizer (import scalecom_hvd.torch as hvd), or "
-            "leave diagnostics out"
-        )
-
     def abort(self) -> None:
         """Roll back the step in progress, and forget the offsets under way."""
         with self._lock:
@@ -236,7 +225,7 @@ class PerTensor(Averager):
             # Copy the gradient if it is needed at the step's end: Horovod reduces in place.
             whole = flat.to(wide_dtype(flat), copy=step is not None)
             self._handed_over["dense"] += whole.numel() * whole.element_size()
-            return whole, Sent(name, grad.shape, grad.dtype, None)
+            return whole, Sent(name, None)
 
         tensor = self._residues.tensors[name]
         try:
@@ -258,43 +247,47 @@ class PerTensor(Averager):
         is_bad = torch.as_tensor(step.bad != 0, device=values.device)
         values[:1].masked_fill_(is_bad, float("nan"))
         self._handed_over["values"] += values.numel() * values.element_size()
-        return values, Sent(name, grad.shape, grad.dtype, choice)
+        return values, Sent(name, choice)
 
     def decompress(self, result: torch.Tensor, sent: Sent) -> torch.Tensor:
         """The averaged gradient, in its shape and dtype; all NaN if a rank's was not finite."""
         with self._lock:
-            return self._decompress(result, sent)
+            if self._marks:  # the first of the step: Horovod has put no average into p.grad yet
+                marks, self._marks, own = self._marks, {}, self._parameters
+                self._changed = [name for name, mark in marks.items() if not mark.fits(own[name])]
+            if sent.choice is None:
+                output = result.to(self._parameters[sent.name].dtype)
+                bad = ~output.isfinite().all()
+            else:
+                output, bad = self._scattered(result, sent)
+            self._bad.append(bad)
+            self._pending.pop(sent.name, None)
+            if not self._pending:
+                self._end_step()
+            return output.view(self._parameters[sent.name].shape)
 
-    def _decompress(self, result: torch.Tensor, sent: Sent) -> torch.Tensor:
-        if self._marks:  # the first of the step: Horovod has put no average into p.grad yet
-            marks, self._marks = self._marks, {}
-            self._changed = [n for n, mark in marks.items() if not mark.fits(self._parameters[n])]
-        if sent.choice is None:
-            average = result.to(sent.dtype)
-            bad = ~average.isfinite().all()
-            output = average.view(sent.shape)
-        else:
-            if sent.name not in self._steps:
-                raise RuntimeError(
-                    f"the step that sent {sent.name} failed, and was rolled back. Load a state, or "
-                    "call zero_grad() and backward() again"
-                )
-            step, tensor = self._steps[sent.name], self._residues.tensors[sent.name]
-            if tensor.levels:
-                result = self._scaled(sent, tensor, result)
-            average = result.to(tensor.residue.dtype) / self._scale
-            bad = ~average.to(sent.dtype).isfinite().all()
-            flat = torch.empty(sent.shape.numel(), dtype=sent.dtype, device=result.device)
-            step.receive(sent.choice, result)
-            step.scatter({sent.name: flat})
-            output = flat.masked_fill_(bad, float("nan")).view(sent.shape)
-            if self._news.channel is None:
-                self._given[sent.name] = flat, step.grads[sent.name]
-        self._bad.append(bad)
-        self._pending.pop(sent.name, None)
-        if not self._pending:
-            self._end_step()
-        return output
+    def _scattered(self, result: torch.Tensor, sent: Sent) -> tuple[torch.Tensor, torch.Tensor]:
+        """The flat averaged gradient, made of averaged values, and whether one is not finite."""
+        if sent.name not in self._steps:
+            raise RuntimeError(
+                f"the step that sent {sent.name} failed, and was rolled back. Load a state, or "
+                "call zero_grad() and backward() again"
+            )
+        step, tensor = self._steps[sent.name], self._residues.tensors[sent.name]
+        k, levels = tensor.geometry.k, tensor.levels
+        if levels and result.isfinite().all():
+            sums, share = float_words.unpack(result, k, levels, self.collectives.size)
+            result = self._buckets[sent.name].scaled(sums, sent.choice) * share
+        elif levels:  # some rank's gradient was not
+            result = result.new_full((k,), math.nan)
+        average = result.to(tensor.residue.dtype) / self._scale
+        flat = torch.empty_like(step.grads[sent.name])
+        bad = ~average.to(flat.dtype).isfinite().all()
+        step.receive(sent.choice, result)
+        step.scatter({sent.name: flat})
+        if self._news.channel is None:
+            self._given[sent.name] = flat, step.grads[sent.name]
+        return flat.masked_fill_(bad, float("nan")), bad
 
     # One step.
 
@@ -331,12 +324,9 @@ class PerTensor(Averager):
 
         Waits for others only in synchronize(), never in a hook.
         """
-        if not self._members.isdisjoint(self._fresh):
-            self._news.tell()
+        if self._news.ask(fresh=not self._members.isdisjoint(self._fresh)):
             return True
         members = [name for name in self._parameters if name in self._members]
-        if self._news.ask(fresh=False):
-            return True
         by_hand = self._news.compare(members) is Found.SET_BY_HAND
         if by_hand:
             self._news.unused.warn_of_replaced()
@@ -434,14 +424,6 @@ class PerTensor(Averager):
             tensor = self._residues.tensors[name]
             for what, value in self._ahead[tensor.residue.device].of(tensor).items():
                 value.copy_(own[what])
-
-    def _scaled(self, sent: Sent, tensor: CompressedTensor, result: torch.Tensor) -> torch.Tensor:
-        """The values (k,) that words of integers stand for: average or sum, as the script asked."""
-        k = tensor.geometry.k
-        if not result.isfinite().all():  # some rank's gradient was not
-            return result.new_full((k,), math.nan)
-        sums, share = float_words.unpack(result, k, tensor.levels, self.collectives.size)
-        return self._buckets[sent.name].scaled(sums, sent.choice) * share
 
     def _make_buckets(self) -> None:
         """Make one bucket for each tensor, and room for the offsets of all.
