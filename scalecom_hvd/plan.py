@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from scalecom_hvd.config import ScaleComConfig
@@ -71,15 +71,12 @@ class Row(NamedTuple):
 
 
 def _reader(
-    means: str,
-    accepts: Callable[[float], bool],
-    made: type[float] = float,
-    suffixes: Mapping[str, float] = {},
+    means: str, accepts: Callable[[float], bool], made: type = float
 ) -> Callable[[str], Any]:
-    """A reader of an argument that is a number which `accepts` accepts. means: for the error."""
+    """A reader of a number, such as 5 or 5K, which `accepts` accepts. means: for the error."""
 
-    def read(text: str) -> float:
-        factor = suffixes.get(text[-1:].upper(), 1.0)
+    def read(text: str) -> Any:
+        factor = SUFFIXES.get(text[-1:].upper(), 1.0)
         try:
             number = float(text[:-1] if factor != 1 else text) * factor
         except ValueError:
@@ -98,7 +95,7 @@ def _whole_number(least: int, why: str = "") -> Callable[[str], int]:
 
 positive = _reader("a number above 0, such as 1000", lambda x: 0 < x < math.inf)
 _SIZES = "a number from 1 to 100T, such as 25000000, 350M or 1.3B"
-count = _reader(_SIZES, lambda x: 1 <= x <= 1e14, suffixes=SUFFIXES)
+count = _reader(_SIZES, lambda x: 1 <= x <= 1e14)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -25,13 +25,6 @@ from scalecom_hvd.exchange.public_names import *  # noqa: F403
 
 Monitor = _monitoring.on(lambda: _dist.get_rank() if _dist.is_initialized() else 0)
 
-__all__ = [
-    "DistributedOptimizer",
-    "Monitor",
-    "PerRank",
-    "ScaleCom",
-    "ScaleComState",
-    "broadcast_parameters",
-    "scalecom_hook",
-]
+__all__ = ["DistributedOptimizer", "Monitor", "PerRank", "broadcast_parameters"]
+__all__ += ["ScaleCom", "ScaleComState", "scalecom_hook"]
 __all__ += public_names.__all__

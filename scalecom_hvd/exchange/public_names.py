@@ -19,22 +19,7 @@ from scalecom_hvd.exchange.methods import (
 )
 from scalecom_hvd.exchange.quantisers import QSGD, BinMeans, Quantiser, Sign
 
-__all__ = [
-    "ECQSGD",
-    "QSGD",
-    "BinMeans",
-    "BucketCollectives",
-    "Diagnostics",
-    "GTopK",
-    "GlobalTopK",
-    "LocalTopK",
-    "Method",
-    "Quantiser",
-    "RandomK",
-    "ScaleComConfig",
-    "Sign",
-    "State",
-    "diloco",
-    "rates_from_flops",
-    "sparseloco",
-]
+__all__ = ["ECQSGD", "GTopK", "GlobalTopK", "LocalTopK", "RandomK"]
+__all__ += ["BucketCollectives", "Method", "State"]
+__all__ += ["QSGD", "BinMeans", "Quantiser", "Sign"]
+__all__ += ["Diagnostics", "ScaleComConfig", "diloco", "rates_from_flops", "sparseloco"]

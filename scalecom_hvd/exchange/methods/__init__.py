@@ -13,15 +13,3 @@ from scalecom_hvd.exchange.methods.local_top_k import LocalTopK
 from scalecom_hvd.exchange.methods.random_k import RandomK
 from scalecom_hvd.exchange.methods.scalecom import ScaleCom
 from scalecom_hvd.exchange.methods.state import State
-
-__all__ = [
-    "ECQSGD",
-    "BucketCollectives",
-    "GTopK",
-    "GlobalTopK",
-    "LocalTopK",
-    "Method",
-    "RandomK",
-    "ScaleCom",
-    "State",
-]
