@@ -46,6 +46,7 @@ class Sent:
     """What decompress must know about a tensor. Horovod carries it there from compress."""
 
     name: str
+    dtype: torch.dtype  # the gradient's, which need not be the parameter's
     choice: torch.Tensor | None  # None: it was sent whole
 
 
@@ -225,7 +226,7 @@ class PerTensor(Averager):
             # Copy the gradient if it is needed at the step's end: Horovod reduces in place.
             whole = flat.to(wide_dtype(flat), copy=step is not None)
             self._handed_over["dense"] += whole.numel() * whole.element_size()
-            return whole, Sent(name, None)
+            return whole, Sent(name, grad.dtype, None)
 
         tensor = self._residues.tensors[name]
         try:
@@ -247,7 +248,7 @@ class PerTensor(Averager):
         is_bad = torch.as_tensor(step.bad != 0, device=values.device)
         values[:1].masked_fill_(is_bad, float("nan"))
         self._handed_over["values"] += values.numel() * values.element_size()
-        return values, Sent(name, choice)
+        return values, Sent(name, grad.dtype, choice)
 
     def decompress(self, result: torch.Tensor, sent: Sent) -> torch.Tensor:
         """The averaged gradient, in its shape and dtype; all NaN if a rank's was not finite."""
@@ -256,7 +257,7 @@ class PerTensor(Averager):
                 marks, self._marks, own = self._marks, {}, self._parameters
                 self._changed = [name for name, mark in marks.items() if not mark.fits(own[name])]
             if sent.choice is None:
-                output = result.to(self._parameters[sent.name].dtype)
+                output = result.to(sent.dtype)
                 bad = ~output.isfinite().all()
             else:
                 output, bad = self._scattered(result, sent)
