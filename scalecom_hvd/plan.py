@@ -14,22 +14,9 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from scalecom_hvd import scaling
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.scaling import (
-    FITTED,
-    LOCAL_METHODS,
-    NODES,
-    WHOLE_METHODS,
-    Constants,
-    Setting,
-    bytes_a_step,
-    on_devices,
-    own_cores,
-    predict,
-    sends,
-    where_the_gain_ends,
-    with_derived,
-)
+from scalecom_hvd.scaling import NODES, Constants, Setting
 from scalecom_hvd.training_warnings import SENDS_WANTED
 
 KNOWN = {
@@ -173,8 +160,8 @@ def setting(arguments: argparse.Namespace) -> Setting:
 
 def constants(nccl: bool = False) -> Constants:
     """The constants for workers with processors of their own. nccl: whether GPUs sum gradients."""
-    c = with_derived(own_cores(FITTED))
-    return on_devices(c) if nccl else c
+    c = scaling.with_derived(scaling.own_cores(scaling.FITTED))
+    return scaling.on_devices(c) if nccl else c
 
 
 def compare(s: Setting, c: Constants, local_steps: list[int]) -> list[Row]:
@@ -187,10 +174,10 @@ def compare(s: Setting, c: Constants, local_steps: list[int]) -> list[Row]:
         for method, label in LOCAL.items()
         for h in local_steps
     ]
-    dense = predict("dense", s, c)
+    dense = scaling.predict("dense", s, c)
     rows = []
     for method, label, there in at:
-        time, sent = predict(method, there, c), bytes_a_step(method, there) / 1e6
+        time, sent = scaling.predict(method, there, c), scaling.bytes_a_step(method, there) / 1e6
         rows.append(Row(method, label, sent, time, dense / time, memory(method, there)))
     for i, batches in enumerate((4, 16)):
         # What dense training may do instead. Only the last batch's backward has communication.
@@ -205,8 +192,8 @@ def memory(method: str, s: Setting) -> float:
     # The workers of a node share out its residue. Local steps keep the common parameters and the
     # changes.
     sharers = s.per_node if method == NODES else 1
-    residues = 0.0 if method in WHOLE_METHODS else 4 * s.numel / sharers
-    return (residues + 8 * s.numel * (method in LOCAL_METHODS)) / 1e6
+    residues = 0.0 if method in scaling.WHOLE_METHODS else 4 * s.numel / sharers
+    return (residues + 8 * s.numel * (method in scaling.LOCAL_METHODS)) / 1e6
 
 
 def recommended(rows: list[Row]) -> Row:
@@ -224,7 +211,7 @@ def recommended(rows: list[Row]) -> Row:
 def heading(s: Setting, nccl: bool) -> str:
     """The setting that the user asked for."""
     sums = "on GPUs (NCCL)" if nccl else "by processors (Gloo, MPI; --nccl: on GPUs)"
-    (rate, bits), (other, _) = sends("ScaleCom", s), sends("LocalTopK", s)
+    (rate, bits), (other, _) = scaling.sends("ScaleCom", s), scaling.sends("LocalTopK", s)
     each = "each" if s.per_node == 1 else f"for each node of {s.per_node}"
     return (
         f"{s.numel / 1e6:,.4g} M parameters, {s.workers} workers with {_speed(s.gbit)} {each}, "
@@ -251,7 +238,8 @@ def advice(s: Setting, c: Constants, rows: list[Row], steps: int | None) -> Iter
             f"Leave compression out: it would not make steps {WORTH_IT:g} times as fast here, and "
             f"dense training costs no accuracy.{_whole_run([dense], steps)}"
         )
-        ends = max(where_the_gain_ends(name, s, c, WORTH_IT) for name in list(AVERAGING)[-2:])
+        ours = list(AVERAGING)[-2:]
+        ends = max(scaling.where_the_gain_ends(name, s, c, WORTH_IT) for name in ours)
         if ends > 0.01:
             yield f"- ScaleCom would pay on networks slower than {_speed(ends)}."
     else:
@@ -263,7 +251,7 @@ def advice(s: Setting, c: Constants, rows: list[Row], steps: int | None) -> Iter
         if choice.method == "fp16":
             return
         yield from _accuracy(choice, s, steps)
-        ends = where_the_gain_ends(choice.method, s, c, WORTH_IT)
+        ends = scaling.where_the_gain_ends(choice.method, s, c, WORTH_IT)
         if ends < math.inf:
             yield f"- On networks faster than {_speed(ends)} compression is no longer worth it."
     local = min((row for row in rows if row.method in LOCAL), key=lambda row: row.milliseconds)
@@ -312,7 +300,7 @@ def _accuracy(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
             "If accuracy comes first, leave it out."
         )
     yield "- How to tune it: docs/tuning.md. Measured accuracy: docs/results.md."
-    rate, _ = sends(choice.method, s)
+    rate, _ = scaling.sends(choice.method, s)
     if steps is None:
         yield (
             f"- Runs of under {math.ceil(SENDS_WANTED * rate):,} steps send each element fewer "
