@@ -17,6 +17,7 @@ log = logging.getLogger("scalecom_hvd")
 NAMES = (
     "bytes_traffic",
     "rate",
+    "rung",
     "residue_norm",
     "residue_ratio",
     "skipped_steps",
@@ -36,7 +37,7 @@ class Monitor:
         source: the optimizer, its `compression`, or the hook's ScaleComState.
         every: the numbers are read once in this many calls of `step`.
         tensorboard: a directory for TensorBoard. There the numbers are called scalecom/<name>:
-            bytes_traffic (of one rank, in one step), rate, residue_norm, residue_ratio,
+            bytes_traffic (of one rank, in one step), rate, rung, residue_norm, residue_ratio,
             skipped_steps, local_steps_skipped and leader, as in stats().
         writer: a writer of your own, besides TensorBoard's. It must have add_scalar(name, number,
             step).
@@ -93,7 +94,7 @@ class Monitor:
         numbers = {name: found[name] for name in NAMES if found.get(name) is not None}
         said = []
         if "bytes_traffic" in numbers:
-            said += [f"{numbers['bytes_traffic'] / 1e6:.3g} MB", f"rate {numbers['rate']:.3g}"]
+            said += [f"{numbers['bytes_traffic'] / 1e6:.3g} MB", found.get("stage", f"rate {numbers['rate']:.3g}")]
         if "residue_ratio" in numbers:
             said.append(f"{numbers['residue_ratio']:.2g} gradients wait")
         skipped = numbers.get("skipped_steps", 0) + numbers.get("local_steps_skipped", 0)

@@ -60,6 +60,7 @@ class Pace:
             controller.note(self._ended - began, self._timer.seconds())
 
     def stats(self) -> Stats:
-        """The rung, for users, and on the rank that decides, why."""
-        reason = self._controller.reason if self._controller else "see rank 0"
-        return {"rung": str(LADDER[self._residues.rung]), "rung_reason": reason}
+        """See Method.stats."""
+        rung, controller = self._residues.rung, self._controller
+        reason = "see rank 0" if controller is None else controller.reason
+        return {"rung": rung, "stage": str(LADDER[rung]), "rung_reason": reason}

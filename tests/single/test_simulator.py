@@ -77,7 +77,7 @@ def test_nothing_is_lost_when_the_rung_changes(n, fields, monkeypatch):
         assert len({c.residues.rung for c in simulation.compressors}) == 1
         rungs.append(simulation.compressors[0].residues.rung)
         reference.take_rung(rungs[-1])
-        assert simulation.compressors[0].stats()["rung"] == str(LADDER[rungs[-1]])
+        assert simulation.compressors[0].stats()["stage"] == str(LADDER[rungs[-1]])
     assert len(set(rungs)) > 6
     assert WHOLE in rungs
 

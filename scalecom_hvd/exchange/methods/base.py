@@ -229,6 +229,9 @@ class Method:
             residue_ratio: the norm of residues / beta, which is what waits, divided by the norm of
             gradients. It is measured every 100 steps, and is None before the first measurement.
 
+            With rate="auto": rung (its number on the ladder of stages.py, 0 for whole) and stage
+            (the same in words) of the coming step, and on rank 0 rung_reason.
+
             If diagnostics were asked for: diagnostics, which are the numbers of the last look, as
             diagnostics.look gives them, and its step. These are the same on all ranks, and None
             before the first look. The bytes above do not include what ranks gather for diagnostics.
