@@ -94,7 +94,10 @@ class Monitor:
         numbers = {name: found[name] for name in NAMES if found.get(name) is not None}
         said = []
         if "bytes_traffic" in numbers:
-            said += [f"{numbers['bytes_traffic'] / 1e6:.3g} MB", found.get("stage", f"rate {numbers['rate']:.3g}")]
+            said += [
+                f"{numbers['bytes_traffic'] / 1e6:.3g} MB",
+                found.get("stage", f"rate {numbers['rate']:.3g}"),
+            ]
         if "residue_ratio" in numbers:
             said.append(f"{numbers['residue_ratio']:.2g} gradients wait")
         skipped = numbers.get("skipped_steps", 0) + numbers.get("local_steps_skipped", 0)

@@ -48,6 +48,7 @@ from scalecom_hvd.saved_state import (
     norms_of,
     without_choice,
 )
+from scalecom_hvd.stages import START
 
 if TYPE_CHECKING:
     from scalecom_hvd.exchange.methods.base import Method
@@ -253,7 +254,8 @@ class Run:
             self._check_fits(state)
         residues.step, residues.health.norms = int(state["step"]), norms_of(state)
         if residues.rung is not None:
-            residues.rung, residues.rung_since = state["rung"]
+            # A state of a given rate has no rung.
+            residues.rung, residues.rung_since = state.get("rung", (START, residues.step))
         residues.ranks, residues.rank = state.get("ranks"), state.get("rank")
         self._loaded_from = (residues.ranks, residues.rank) if state["residues"] else (None, None)
         # If buckets of another size are asked for, those of the state are not taken over.

@@ -18,7 +18,7 @@ from scalecom_hvd.exchange.collectives import CollectiveError
 from scalecom_hvd.exchange.methods import RandomK
 from scalecom_hvd.exchange.simulator import Network, SimulatedCollectives, Simulation
 from scalecom_hvd.reference import ScaleComReference
-from scalecom_hvd.stages import LADDER, WHOLE
+from scalecom_hvd.stages import LADDER, START, WHOLE
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 
@@ -90,6 +90,32 @@ def test_nothing_is_lost_when_the_rung_changes(n, fields, monkeypatch):
 def test_many_workers(n, mode):
     # The more workers there are, the larger are the sums and their rounding.
     hold_against_reference(n, steps=5, **({"tolerance": 1e-5} | mode))
+
+
+@pytest.mark.parametrize("before", ["auto", 8, {0: 1, 3: 8}], ids=str)
+@pytest.mark.parametrize("after", ["auto", 2, {0: 4, 6: 16}], ids=str)
+def test_a_resumed_run_has_the_rung_of_the_saved_one_or_its_own_rate(before, after, monkeypatch):
+    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", Restless)
+    first, second = simulate(2, rate=before), simulate(2, rate=after)
+    for step in range(5):
+        first.step(as_tensors(made_up(2, step)))
+    rung = first.compressors[0].residues.rung
+    for compressor, saved in zip(second.compressors, first.compressors, strict=True):
+        compressor.load_state_dict(copy.deepcopy(saved.state_dict()))
+    assert_same(residues_of(second), residues_of(first))
+    reference = ScaleComReference(2, SHAPES, second.compressors[0].config)
+    reference.step_number, resumed = 5, second.compressors[0].residues
+    reference.residues = [
+        {name: residue.view(SHAPES[name]).numpy() for name, residue in own.items()}
+        for own in residues_of(second)
+    ]
+    if after == "auto":
+        assert resumed.rung == (rung if before == "auto" else START)
+        reference.rung, reference._rung_since = resumed.rung, resumed.rung_since
+    for step in range(5, 9):
+        step_as(reference, second, made_up(2, step), 1e-6)
+        if after == "auto":
+            reference.take_rung(resumed.rung)
 
 
 @pytest.mark.parametrize("saved_at", [1, 3, 5])
