@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from scalecom_hvd import scaling
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.scaling import NODES, Constants, Setting
+from scalecom_hvd.stages import LADDER
 from scalecom_hvd.training_warnings import SENDS_WANTED
 
 KNOWN = {
@@ -254,6 +255,9 @@ def advice(s: Setting, c: Constants, rows: list[Row], steps: int | None) -> Iter
         ends = scaling.where_the_gain_ends(choice.method, s, c, WORTH_IT)
         if ends < math.inf:
             yield f"- On networks faster than {_speed(ends)} compression is no longer worth it."
+    if s.per_node == 1 and s.rate is None and s.bits is None:
+        found = LADDER[scaling.rung_of_auto(s, c)]
+        yield f"- In PyTorch, ScaleCom(rate='auto') would settle on: {found}."
     local = min((row for row in rows if row.method in LOCAL), key=lambda row: row.milliseconds)
     if WORTH_IT * local.milliseconds < choice.milliseconds:
         yield (

@@ -27,6 +27,8 @@ from typing import Any
 
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.integers import BLOCK, levels_of, words_of
+from scalecom_hvd.rate_controller import SAME
+from scalecom_hvd.stages import LADDER
 
 # Methods that average gradients. In this model, a cyclic leader costs what staggered ones do.
 METHODS = ["dense", "fp16", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead"]
@@ -133,6 +135,7 @@ def traffic(method: str, s: Setting) -> tuple[float, float]:
         return ring * s.numel * (2 if method == "fp16" else 4), 0
     rate, bits = sends(method, s)
     k, offset = s.numel / rate, 0.5 if rate <= 16 else 1 if rate <= 256 else 2
+    offset = 0 if rate == 1 else offset
     if method == "local top-k":
         return (n - 1) * k * 8, 0
     if method == "LocalTopK":
@@ -143,6 +146,19 @@ def traffic(method: str, s: Setting) -> tuple[float, float]:
         return ring * k * 4, k * offset * (n - 1) / n
     words = words_of(math.ceil(k), levels_of(bits), n)
     return ring * words * 4, k * (offset + 4 / BLOCK) * (n - 1) / n
+
+
+def rung_of_auto(s: Setting, c: Constants) -> int:
+    """The rung of the ladder on which rate="auto" settles: the densest that is hardly slower."""
+    times = [
+        predict("dense", s, c)
+        if stage.is_whole
+        else predict(
+            "ScaleCom staggered", dataclasses.replace(s, rate=stage.rate, bits=stage.bits), c
+        )
+        for stage in LADDER
+    ]
+    return next(rung for rung, time in enumerate(times) if time <= SAME * min(times))
 
 
 def bytes_a_step(method: str, s: Setting) -> float:

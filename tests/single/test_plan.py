@@ -9,7 +9,8 @@ import pytest
 
 from scalecom_hvd import plan
 from scalecom_hvd.__main__ import main
-from scalecom_hvd.scaling import Setting, bytes_a_step, predict
+from scalecom_hvd.scaling import Setting, bytes_a_step, predict, rung_of_auto
+from scalecom_hvd.stages import LADDER, WHOLE
 
 SLOW = "--parameters 350M --workers 16 --mbit 1000 --compute-ms 200"
 FAST = "--parameters 25M --workers 8 --mbit 100000 --compute-ms 150 --nccl"
@@ -191,3 +192,14 @@ def test_a_reader_that_leaves_early_is_no_error():
         error = process.stderr.read()
         assert process.wait(60) == 0, error
     assert not error
+
+
+def test_the_faster_the_network_is_the_denser_is_the_rung(said):
+    rungs = [
+        rung_of_auto(Setting(4, gbit, 400, 124e6), plan.constants(nccl=True))
+        for gbit in (0.1, 1, 10, 100, 1000)
+    ]
+    assert rungs == sorted(rungs, reverse=True)
+    assert rungs[0] == len(LADDER) - 1
+    assert rungs[-1] == WHOLE
+    assert "ScaleCom(rate='auto') would settle on: rate " in said(SLOW)
