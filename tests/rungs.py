@@ -3,6 +3,9 @@
 from scalecom_hvd.rate_controller import RateController
 from scalecom_hvd.stages import LADDER
 
+# Settings of a program whose rung changes.
+AUTO = {"rate": "auto", "lookahead": False, "warmup_steps": 0}
+
 
 class Restless(RateController):
     """Takes another rung whenever it is told of a step: one after the other, all of them."""

@@ -7,6 +7,7 @@ nameless calls, or if one rank gives up a step that others have begun.
 import horovod.torch as stock
 import torch
 from programs import METHODS
+from rungs import AUTO
 from test_torch_changed_gradients import CHANGES
 
 SHAPES = {"weight": (37, 11), "bias": (11,), "scale": (), "wide": (3, 230), "rows": (40, 6)}
@@ -90,7 +91,8 @@ class Script:
         self.momentum = choose((0.0, 0.9)) if self.sparse == "no" else 0.0
         # Integers are rounded, so no other setting gives the same results.
         rate = choose((10, 1, {0: 1, 2: 10}, {0: 2, 1: 4, 3: 10}))
-        self.narrow = choose(({"bits": 32}, {}, {"bits": choose((2, 3, 5)), "rate": rate}))
+        integers = {"bits": choose((2, 3, 5)), "rate": rate}
+        self.narrow = choose(({"bits": 32}, {}, integers, AUTO))
         self.models = [Drawn(number) for number in range(choose((1, 1, 2)))]
         hidden = ("program", "choose", "happens", "ranks", "models")
         program.note({name: value for name, value in vars(self).items() if name not in hidden})

@@ -18,6 +18,7 @@ from devices import DEVICE
 from made_up import EVERYTHING, SOME
 from models import halve_gradient, on_some_rank, same_on_all_ranks
 from programs import METHODS, for_method, limited, run_random_programs
+from rungs import AUTO, Restless
 from test_ddp_hook import ALL, InDtype, Net, batch, hooked, taken_by
 from test_torch_changed_gradients import CHANGES, refuses
 from torch import nn
@@ -84,7 +85,9 @@ def draw(program):
         "method": method,
         "settings": for_method(getattr(ddp, method), settings),
         # Only for ScaleCom at rate 10: nothing else gives what rounded integers give.
-        "integers": choose([{"bits": 32}, {"bits": 4, "rate": choose([10, 1, {0: 1, 2: 4}])}]),
+        "integers": choose(
+            [{"bits": 32}, {"bits": 4, "rate": choose([10, 1, {0: 1, 2: 4}])}, AUTO]
+        ),
         "change": (choose(changes), choose([list(ranks), [choose(ranks)]])),
     }
 
@@ -357,7 +360,8 @@ def compare(everything, plain, few):
 
 
 @limited
-def test_random_programs(caplog):
+def test_random_programs(caplog, monkeypatch):
+    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", Restless)
     caplog.set_level(logging.WARNING, "scalecom_hvd")
     torch.optim.SGD([nn.Parameter(torch.zeros(1))]).step()  # warnings need an optimizer that steps
     run_random_programs(lambda program: hold(program, caplog), on_some_rank, most=12)

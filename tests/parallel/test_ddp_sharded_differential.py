@@ -14,6 +14,7 @@ import torch.distributed as dist
 from devices import DEVICE
 from models import on_some_rank, same_on_all_ranks, through_a_file
 from programs import Program, limited, run_random_programs
+from rungs import AUTO, Restless
 from test_ddp_sharded import Net, loss, make_mesh, shard, whole
 from torch import nn
 
@@ -56,7 +57,7 @@ def draw(program):
             "leader": choose(["cyclic", "staggered"]),
             "warmup_steps": choose([0, 0, 2]),
             "nu": choose([None, 1, 1]),
-            **choose([{}, {"bits": 3}]),
+            **choose([{}, {"bits": 3}, AUTO]),
         },
     }
 
@@ -88,7 +89,7 @@ class Run:
             if program["method"] == "ScaleCom":
                 own = program["of_scalecom"]
                 if rate == 1:
-                    own = {k: v for k, v in own.items() if k != "bits"}
+                    own = {k: v for k, v in own.items() if k not in ("bits", "rate")}
                 settings |= own
             method = getattr(ddp, program["method"])(**settings)
             optimizer = ddp.DistributedOptimizer(
@@ -228,7 +229,8 @@ def check(program):
 
 
 @limited
-def test_random_programs():
+def test_random_programs(monkeypatch):
+    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", Restless)
     run_random_programs(lambda program: check(program.note(draw(program))), on_some_rank, most=8)
 
 

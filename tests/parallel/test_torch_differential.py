@@ -36,6 +36,7 @@ from made_up import EVERYTHING, SOME
 from models import halve_gradient, on_some_rank, same_on_all_ranks
 from optimizer_scripts import CHANGES, SHAPES, Failed, FailingBackward, Script, count_alike
 from programs import for_method, limited, run_random_programs
+from rungs import Restless
 from test_torch_changed_gradients import changed, refuses
 
 import scalecom_hvd.torch as hvd
@@ -579,7 +580,8 @@ def check(program, own, caplog):
 
 
 @limited
-def test_random_programs(caplog):
+def test_random_programs(caplog, monkeypatch):
+    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", Restless)
     # torch imports much of itself when it makes its first optimizer. Warnings need an optimizer
     # that steps.
     torch.optim.SGD([torch.zeros(1)]).step()
