@@ -17,6 +17,10 @@
 #include "lanes.h"
 #include "target_clones.h"
 
+/* How many elements ahead of their use memory is fetched, and how many a line of a cache has. */
+#define AHEAD 512
+#define LINE (int)(64 / sizeof(REAL))
+
 #ifdef HAS_CLONES
 #include <immintrin.h>
 /* Half as wide, such stores take half as long again. */
@@ -157,6 +161,20 @@ static inline float scale_of(double total, int64_t count, int levels) {
     double mean = total / ((double)count * scale_divisor(levels));
     float scale = float_of(bits_of(mean < FLT_MAX ? (float)mean : FLT_MAX) & 0xffff0000u);
     return scale >= 0x1p-100f ? scale : 0;
+}
+
+/* Writes the scales of chosen values, block by block, as they come by in order. Magnitudes are
+ * added eight side by side. */
+typedef double eight_doubles __attribute__((vector_size(64)));
+typedef struct { float *scales; eight_doubles parts; } scaler;
+static inline scaler scaler_at(const tensor *t, void *chosen) {
+    return (scaler){(float *)((char *)chosen + t->scales_at), {0}};
+}
+/* Lanes of one element each, which have no offsets, are taken in runs. Each loop over a run does
+ * one thing, so all are vectors' loops. A block is whole runs. */
+enum { RUN = 128 };
+static inline int run_at(const tensor *t, int64_t lane) {
+    return t->k - lane < RUN ? (int)(t->k - lane) : RUN;
 }
 
 #define CONCAT_(a, b) a##_##b

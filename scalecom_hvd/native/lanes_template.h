@@ -86,32 +86,50 @@ INLINE void NAME(values_at)(REAL *restrict value, const tensor *t, tile at,
     }
 }
 
-/* Writes the scales of chosen values, block by block, as tiles come by in order. */
-typedef struct { float *scales; double total; int64_t begin; } NAME(scaler);
-
-static inline NAME(scaler) NAME(scaler_at)(const tensor *t, void *chosen) {
-    return (NAME(scaler)){(float *)((char *)chosen + t->scales_at), 0, 0};
+/* The next n values, of one block, count in its scale. */
+typedef REAL NAME(eight) __attribute__((vector_size(8 * sizeof(REAL))));
+INLINE void NAME(measure_values)(scaler *to, const tensor *t, REAL *restrict value, int64_t lane,
+                                 int n) {
+    for (int l = 0; l < n; l++) {
+        INTEGER bits = BITS(value[l]) & MAGNITUDE;
+        value[l] = NAME(real)(bits & -((bits & EXPONENT) != EXPONENT));
+    }
+    for (int l = n; l % 8; l++) value[l] = 0;
+    for (int l = 0; l < n; l += 8) {
+        NAME(eight) part;
+        memcpy(&part, value + l, sizeof part);
+        to->parts += __builtin_convertvector(part, eight_doubles);
+    }
+    int64_t end = lane + n, begin = lane / BLOCK * BLOCK;
+    if (end % BLOCK && end < t->k) return;
+    double total = 0;
+    for (int j = 0; j < 8; j++) total += to->parts[j];
+    to->scales[begin / BLOCK] = scale_of(total, end - begin, t->levels);
+    to->parts = (eight_doubles){0};
 }
 /* What a tile's winners would send counts. The tile is in a cache yet. */
-INLINE void NAME(measure)(NAME(scaler) *to, const tensor *t, tile at, const INTEGER *winner,
-                          REAL scale, REAL extra) {
-    REAL size[LANES];
-    NAME(values_at)(size, t, at, winner, scale, extra);
-    for (int l = 0; l < at.n; l++) {
-        INTEGER bits = BITS(size[l]) & MAGNITUDE;
-        size[l] = NAME(real)(bits & -((bits & EXPONENT) != EXPONENT));
+INLINE void NAME(measure)(scaler *to, const tensor *t, tile at, const INTEGER *winner, REAL scale,
+                          REAL extra) {
+    REAL value[LANES];
+    NAME(values_at)(value, t, at, winner, scale, extra);
+    NAME(measure_values)(to, t, value, at.lane, at.n);
+}
+
+/* What a run sends, and g there. Gives how many elements of g are bad. */
+INLINE int64_t NAME(values_of_run)(REAL *restrict value, REAL *restrict g, const tensor *t,
+                                   int64_t lane, int n, REAL scale, REAL extra) {
+    const GRAD_TYPE *grad = (const GRAD_TYPE *)t->grad + lane;
+    const REAL *residue = (const REAL *)t->residue + lane;
+    INTEGER bad = 0;
+    for (int l = 0; l < n; l += LINE) {
+        __builtin_prefetch(residue + l + AHEAD);
+        __builtin_prefetch(grad + l + AHEAD);
     }
-    double parts[8] = {0}; /* added side by side */
-    for (int l = at.n; l < LANES; l++) size[l] = 0;
-    for (int l = 0; l < LANES; l += 8)
-        for (int j = 0; j < 8; j++) parts[j] += (double)size[l + j];
-    for (int j = 0; j < 8; j++) to->total += parts[j];
-    int64_t end = at.lane + at.n;
-    if (end % BLOCK == 0 || end == t->k) {
-        to->scales[to->begin / BLOCK] = scale_of(to->total, end - to->begin, t->levels);
-        to->total = 0;
-        to->begin = end;
+    for (int l = 0; l < n; l++) {
+        g[l] = NAME(usable)(grad[l], scale, &bad);
+        value[l] = NAME(sendable)(residue[l], g[l], extra);
     }
+    return bad;
 }
 
 /* One row of a tile: which lanes' |m + g| are the largest so far. */
@@ -127,9 +145,14 @@ INLINE void NAME(compare_row)(const GRAD_TYPE *restrict grad, const REAL *restri
 
 /* Each lane's largest |m + g|, and the scales of what it would send; nothing changes. */
 CLONES static int64_t NAME(choose)(const tensor *t, REAL scale, REAL extra, void *chosen) {
-    NAME(scaler) measures = NAME(scaler_at)(t, chosen);
+    scaler measures = scaler_at(t, chosen);
     chosen = (char *)chosen + t->offsets_at;
-    for (int64_t lane = 0; lane < t->k;) {
+    for (int64_t lane = 0; !t->offset_width && t->levels && lane < t->k; lane += RUN) {
+        REAL value[RUN], g[RUN];
+        NAME(values_of_run)(value, g, t, lane, run_at(t, lane), scale, extra);
+        NAME(measure_values)(&measures, t, value, lane, run_at(t, lane));
+    }
+    for (int64_t lane = 0; t->offset_width && lane < t->k;) {
         tile at = tile_at(t, lane);
         INTEGER best[LANES], winner[LANES], row = 0;
         for (int l = 0; l < LANES; l++) { best[l] = -1; winner[l] = 0; }
@@ -184,15 +207,16 @@ INLINE int64_t NAME(send)(REAL *restrict value, const tensor *t, tile at, wire t
     }
     REAL scale = to.scales[at.lane / BLOCK], most = 2 * t->levels;
     REAL per_scale = scale ? 2 / scale : 0;
+    int32_t q[RUN];
     for (int l = 0; l < at.n; l++) {
-        REAL size = NAME(real)(BITS(value[l]) & MAGNITUDE) * per_scale;
-        size = size < most ? size : most;
+        REAL halves = value[l] * per_scale;
+        halves = halves < most ? halves : most;
+        q[l] = (int32_t)(halves > -most ? halves : -most);
         /* The nearest: half of what was rounded up to halves. */
-        int32_t q = ((int32_t)size + 1) >> 1;
-        q = BITS(value[l]) < 0 ? -q : q;
-        ((int8_t *)to.values)[at.lane + l] = (int8_t)q;
-        value[l] = (REAL)q * scale;
+        q[l] = (q[l] + 1 + (q[l] >> 31)) >> 1;
+        value[l] = (REAL)q[l] * scale;
     }
+    for (int l = 0; l < at.n; l++) ((int8_t *)to.values)[at.lane + l] = (int8_t)q[l];
     return at.n - finites;
 }
 
@@ -216,13 +240,33 @@ INLINE int64_t NAME(take_picks)(const NAME(picks) *picks, const tensor *t, tile 
     return bad;
 }
 
+/* As take_and_accumulate_tiles, run by run. */
+INLINE int64_t NAME(take_runs)(const tensor *t, REAL beta, REAL scale, REAL extra, wire to,
+                              int chooses, scaler *measures) {
+    int64_t bad = 0;
+    for (int64_t lane = 0; lane < t->k; lane += RUN) {
+        int n = run_at(t, lane);
+        REAL *residue = (REAL *)t->residue + lane, value[RUN], g[RUN];
+        bad += NAME(values_of_run)(value, g, t, lane, n, scale, extra);
+        if (t->frozen) memset(value, 0, sizeof value);
+        bad += NAME(send)(value, t, (tile){.lane = lane, .n = n}, to);
+        for (int l = 0; l < n; l++) residue[l] = residue[l] - beta * value[l] + beta * g[l];
+        if (!chooses || !t->levels) continue;
+        for (int l = 0; l < n; l++) value[l] = NAME(sendable)(residue[l], g[l], extra);
+        NAME(measure_values)(measures, t, value, lane, n);
+    }
+    return bad;
+}
+
 INLINE int64_t NAME(take_and_accumulate_tiles)(const tensor *t, REAL beta, REAL scale, REAL extra,
                                                wire to, int chooses, void *chosen) {
-    NAME(scaler) measures = {0, 0, 0};
+    scaler measures = {0};
     if (chooses) {
-        measures = NAME(scaler_at)(t, chosen);
+        measures = scaler_at(t, chosen);
         chosen = (char *)chosen + t->offsets_at;
     }
+    if (!t->offset_width)
+        return NAME(take_runs)(t, beta, scale, extra, to, chooses, &measures);
     int64_t bad = 0;
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
@@ -286,6 +330,7 @@ CLONES static int64_t NAME(scatter)(const tensor *t, REAL scale, const void *off
         INTEGER picked[LANES];
         GRAD_TYPE value[LANES];
         NAME(rows_of)(picked, at, offsets, t->offset_width);
+        for (int l = 0; l < at.n; l += LINE) __builtin_prefetch(average + lane + l + AHEAD);
         for (int l = 0; l < at.n; l++)
             value[l] = STORE(scale * average[lane + l]);
         lane += at.n;
