@@ -49,12 +49,6 @@ def __getattr__(name: str) -> Any:
     return _attribute(_horovod, name, __name__)
 
 
-__all__ = [
-    *(name for name in dir(_horovod) if not name.startswith("_")),
-    "DistributedGradientTape",
-    "DistributedOptimizer",
-    "Monitor",
-    "PartialDistributedGradientTape",
-    "ScaleCom",
-    "ScaleComConfig",
-]
+__all__ = [name for name in dir(_horovod) if not name.startswith("_")]
+__all__ += ["DistributedGradientTape", "DistributedOptimizer", "Monitor", "ScaleCom"]
+__all__ += ["PartialDistributedGradientTape", "ScaleComConfig"]

@@ -1,7 +1,8 @@
 """A bucket: variables whose gradients share one gather of offsets and one all-reduce.
 
-This module builds a bucket's part of a step in the graph. Imports kernels, packing, residues,
-transport and the framework-free rooms.
+This module builds a bucket's part of a step in the graph. Narrow offsets travel two to a byte, and
+integers as fields of words, as bucket_layout.py and integers.py define it. Imports kernels,
+residues, transport and the framework-free rooms.
 """
 
 from __future__ import annotations
@@ -12,26 +13,17 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from scalecom_hvd import native
 from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.integers import words_of
+from scalecom_hvd.integers import field_bits, words_of
 from scalecom_hvd.schedule import leader
-from scalecom_hvd.tensorflow.kernels import (
-    Units,
-    as_bytes,
-    kernel_for,
-    scale_of_each,
-    scales_of,
-    times_scales,
-)
-from scalecom_hvd.tensorflow.packing import (
-    pack_choice,
-    pack_integers,
-    unpack_choice,
-    unpack_integers,
-)
+from scalecom_hvd.tensorflow import kernels
 from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress
 from scalecom_hvd.tensorflow.transport import Transport
+
+# The graph of an elastic run has a table of what depends on the number of ranks, up to this number.
+_MOST_ELASTIC_RANKS = 1024
 
 
 class Now(NamedTuple):
@@ -112,7 +104,7 @@ class Bucket:
                 self.compressed[0].residue.device or "/device:CPU:0"
             ).device_type
             same_width = (self.compressed[0].dtype == tf.float64) == (dtype == tf.float64)
-            kernel = kernel_for(device, config.selection, same_width)
+            kernel = kernels.kernel_for(device, config.selection, same_width)
             self._kernel = kernel(lanes, self._levels)
 
     @property
@@ -216,15 +208,14 @@ class Bucket:
         buffer = tf.concat([packed, tf.cast(is_bad, tf.int32)[None]], 0)
         summed = self._transport.sum(buffer, f"values.{self.number}")
         sums = unpack_integers(summed[:-1], k, self._levels, now.size)
-        parts = tf.split(sums, self._sizes)
-        scaled = [
-            times_scales(part, scale_of_each(choice[self.layout.scales[own.name]], part, own.dtype))
-            for own, part in zip(self.compressed, parts, strict=True)
-        ]
+        scaled = []
+        for own, part in zip(self.compressed, tf.split(sums, self._sizes), strict=True):
+            scales = kernels.scale_of_each(choice[self.layout.scales[own.name]], part, own.dtype)
+            scaled.append(kernels.times_scales(part, scales))
         return self._transport.share_of(tf.concat(scaled, 0), now.size), summed[-1:]
 
-    def _units(self, now: Now) -> Units:
-        return Units(self._config.beta, now.scale, self._config.extra)
+    def _units(self, now: Now) -> kernels.Units:
+        return kernels.Units(self._config.beta, now.scale, self._config.extra)
 
     def _chooses(self, now: Now, later: int) -> tf.Tensor:
         """Whether this rank is the leader `later` steps from now."""
@@ -240,9 +231,10 @@ class Bucket:
     def _held_choice(self) -> tf.Tensor:
         """The choice that came during the last step, in the layout's order."""
         offsets, scales, at = self._progress.offsets, self._progress.scales, self.layout.offsets
-        parts = [as_bytes(scales[own.name].read_value()) for own in self.compressed if self._levels]
+        held = [scales[own.name].read_value() for own in self.compressed if self._levels]
         in_layout = sorted(at, key=lambda name: at[name].start)
-        return tf.concat([*parts, *(offsets[name].read_value() for name in in_layout)], 0)
+        rows = [offsets[name].read_value() for name in in_layout]
+        return tf.concat([*map(kernels.as_bytes, held), *rows], 0)
 
     def _split_choice(self, choice: tf.Tensor) -> list[tf.Tensor]:
         """Each compressed tensor's offsets, in bytes, and then each one's scales."""
@@ -252,7 +244,7 @@ class Bucket:
             return [tf.ensure_shape(choice[at], [at.stop - at.start]) for at in own]
 
         scales = parts(self.layout.scales) if self._levels else []
-        return [*parts(self.layout.offsets), *map(scales_of, scales)]
+        return [*parts(self.layout.offsets), *map(kernels.scales_of, scales)]
 
     def commit(self, result: BucketResult) -> None:
         """Make the step count: residues and the choice become what `average` gave."""
@@ -269,3 +261,60 @@ class Bucket:
 def all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Whether all elements are finite."""
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors] or [True])
+
+
+def pack_choice(choice: tf.Tensor, layout: Layout) -> tf.Tensor:
+    """The bytes that travel for a choice, as by bucket_layout.pack_halves. Empty stays empty."""
+    if not layout.narrow_bytes:
+        return choice
+    cut = layout.offsets_bytes - layout.narrow_bytes
+    rows, half = choice[cut:], -(-layout.narrow_bytes // 2)
+    low, high = rows[:half], rows[half:]
+    high = tf.pad(high, [[0, tf.size(low) - tf.size(high)]])
+    packed = tf.bitwise.bitwise_or(low, tf.bitwise.left_shift(high, tf.constant(4, tf.uint8)))
+    return tf.concat([choice[:cut], packed], 0)
+
+
+def unpack_choice(message: tf.Tensor, layout: Layout) -> tf.Tensor:
+    """The inverse of `pack_choice`, for a message that exactly one leader sent.
+
+    Raises:
+        InvalidArgumentError: when the graph runs, if no leader sent one, or several did.
+    """
+    whole = tf.debugging.assert_equal(tf.size(message), layout.message_bytes, native.WRONG_OFFSETS)
+    with tf.control_dependencies([whole]):
+        message = tf.identity(message)
+    if not layout.narrow_bytes:
+        return message
+    wide, packed = tf.split(message, [layout.offsets_bytes - layout.narrow_bytes, -1])
+    low = tf.bitwise.bitwise_and(packed, tf.constant(15, tf.uint8))
+    high = tf.bitwise.right_shift(packed, tf.constant(4, tf.uint8))
+    return tf.concat([wide, tf.concat([low, high], 0)[: layout.narrow_bytes]], 0)
+
+
+def _field_bits(levels: int, size: int | tf.Tensor) -> int | tf.Tensor:
+    """integers.field_bits for the number of ranks: a number, or a scalar if that may change."""
+    if isinstance(size, int):
+        return field_bits(levels, size)
+    numbers = range(_MOST_ELASTIC_RANKS + 1)
+    return tf.constant([field_bits(levels, max(n, 1)) for n in numbers], tf.int32)[size]
+
+
+def pack_integers(integers: tf.Tensor, k: int, levels: int, size: int | tf.Tensor) -> tf.Tensor:
+    """The words that travel for integers (k,) of -levels to levels. Ranks' words can be summed."""
+    bits = _field_bits(levels, size)
+    fields = 32 // bits
+    words = -(-k // fields)
+    padded = tf.pad(tf.cast(integers, tf.int32), [[0, words * fields - k]])
+    shifts = bits * tf.range(fields)[:, None]
+    shifted = tf.bitwise.left_shift(tf.reshape(padded, [fields, words]) + levels, shifts)
+    return tf.reduce_sum(shifted, 0)
+
+
+def unpack_integers(words: tf.Tensor, k: int, levels: int, size: int | tf.Tensor) -> tf.Tensor:
+    """The sums over ranks (k,), int32, of integers whose words were summed."""
+    bits = _field_bits(levels, size)
+    shifts = bits * tf.range(32 // bits)[:, None]
+    mask = tf.bitwise.left_shift(1, bits) - 1
+    fields = tf.bitwise.bitwise_and(tf.bitwise.right_shift(words[None], shifts), mask)
+    return tf.reshape(fields, [-1])[:k] - levels * size

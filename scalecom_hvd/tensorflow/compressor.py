@@ -2,7 +2,7 @@
 
 It holds the settings, the residues and the loss scale; exchange.py builds the graph. A new tape is
 made for every step, so the residues live here, by variable. Used by reduction.py, elastic.py and
-optimizer.py. Imports elastic_agreement, exchange, residues, transport and the framework-free rooms.
+optimizer.py. Imports exchange, residues, transport and the framework-free rooms.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from scalecom_hvd.agreement import is_elastic
 from scalecom_hvd.bucket_layout import step_stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.saved_state import STATE_VERSION, check_finite, check_residues, check_state
-from scalecom_hvd.tensorflow.elastic_agreement import have_met, meet, take_agreement
-from scalecom_hvd.tensorflow.exchange import Exchange
+from scalecom_hvd.tensorflow.exchange import Exchange, have_met, meet, take_agreement
 from scalecom_hvd.tensorflow.residues import (
     CompressedTensor,
     Progress,
@@ -187,11 +186,6 @@ class ScaleCom(Tracked, Compressor):
             raise ValueError(
                 f"a ScaleCom was made while a function was being traced: {MAKE_IT_ONCE}"
             )
-        if "named_parameters" in fields:
-            raise TypeError(
-                "named_parameters is for PyTorch only: leave it out. In TensorFlow, ScaleCom "
-                "learns the variables from the optimizer or tape"
-            )
         config = config if config is not None else ScaleComConfig.from_env()
         self._streams: list[_Stream] = []
         self._settings = _Settings(config.replace(**fields), self._streams)
@@ -225,14 +219,10 @@ class ScaleCom(Tracked, Compressor):
         """The settings. The first optimizer or tape that takes the object settles nu and beta."""
         return self._settings.config
 
-    def serve_optimizer(self) -> None:
-        """Serve a Keras optimizer. Its momentum is made quasi-hyperbolic, unless nu is 1."""
-        self._settings.settle(mixes_momentum=True)
-
-    def serve_tape(self) -> None:
-        """Serve a tape, which makes no momentum quasi-hyperbolic: nu must be 1."""
-        self._settings.settle(mixes_momentum=False)
-        if self.config.nu != 1:
+    def serve(self, mixes_momentum: bool) -> None:
+        """Serve a Keras optimizer, whose momentum is mixed, or a tape, for which nu must be 1."""
+        self._settings.settle(mixes_momentum)
+        if not mixes_momentum and self.config.nu != 1:
             raise ValueError(_NEEDS_KERAS_OPTIMIZER)
 
     @staticmethod

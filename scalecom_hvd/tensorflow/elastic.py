@@ -5,7 +5,7 @@ Horovod's states broadcast rank 0's model and optimizer. Residues belong to neit
 residues never reach other ranks, and a new rank starts with residues of zero. Elastic training with
 ScaleCom needs one of these states.
 
-Imports compressor and elastic_agreement.
+Imports compressor and exchange.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from horovod.tensorflow import elastic as _elastic
 from horovod.tensorflow.elastic import *  # noqa: F403
 
 from scalecom_hvd.tensorflow.compressor import ScaleCom, all_exchanges, objects
-from scalecom_hvd.tensorflow.elastic_agreement import have_met, meet
+from scalecom_hvd.tensorflow.exchange import have_met, meet
 
 # super() finds one of Horovod's states, which mypy cannot know.
 _State: Any = object

@@ -14,8 +14,13 @@ TensorFlow runs these operations as soon as their inputs are there, so buckets o
 and with each other. Nothing is assigned before the whole step is known to count, so a step that is
 skipped, or dies in the middle, changes nothing.
 
-Used by compressor.py, elastic_agreement.py and reduction.py. Imports bucket, residues, transport
-and the framework-free rooms.
+In elastic runs, new ranks must learn how far the others' exchanges have come. They cannot ask in a
+training step: a function that was traced before they came is not traced again, so no rank would
+answer. Therefore all ranks `meet` once whenever Horovod starts, before any step. A new rank keeps
+here what the others told it until it makes the exchange.
+
+Used by compressor.py, elastic.py and reduction.py. Imports bucket, residues, transport and the
+framework-free rooms.
 """
 
 from __future__ import annotations
@@ -29,14 +34,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from scalecom_hvd.agreement import (
-    Names,
-    agree,
-    check_residues_of,
-    compare_ranks,
-    describe,
-    digest_of,
-)
+from scalecom_hvd import agreement
 from scalecom_hvd.bucket_layout import group_names, split, step_stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.recent_norms import KEPT, LEAST, SMALLEST
@@ -54,6 +52,10 @@ from scalecom_hvd.training_warnings import (
 )
 
 log = logging.getLogger("scalecom_hvd")
+
+# {label: what other ranks agreed on}, for exchanges that this process has not made yet. None until
+# the ranks have met.
+_kept: dict[str, dict[str, Any]] | None = None
 
 
 class Exchange:
@@ -88,7 +90,7 @@ class Exchange:
         self.buckets: list[Bucket] = []
         self.function = tf.function(self.average, autograph=False)
         self.rates = rates
-        self._names = Names()
+        self._names = agreement.Names()
         self._transport = Transport(arguments, self._names)
         # Make a function, because operations that run one by one have no names.
         self._count_ranks = tf.function(
@@ -114,8 +116,8 @@ class Exchange:
             "residues_of": residues_of,
         }
         everyone = self._transport.gather_objects(mine, "agreement")
-        check_residues_of(everyone)
-        step = agree(everyone, list(self._description), self._names)
+        agreement.check_residues_of(everyone)
+        step = agreement.agree(everyone, list(self._description), self._names)
         shapes = {name: tuple(variable.shape) for name, variable in self.variables.items()}
         check_run(self.config, self.rates, shapes)
         self._make_buckets({name for theirs in everyone for name in theirs["present"]})
@@ -139,7 +141,7 @@ class Exchange:
             for name, v in self.variables.items()
         }
         settings = {"sparse_as_dense": self.arguments.sparse_as_dense}
-        self._description = describe(self.config.to_dict(), settings, tensors) | {
+        self._description = agreement.describe(self.config.to_dict(), settings, tensors) | {
             "groups": self._groups,
             "sparse gradients": list(sparse),
         }
@@ -155,7 +157,7 @@ class Exchange:
         more = int(not given <= self.members)
         return bool(self._count_ranks(tf.constant(more)) if tf.executing_eagerly() else more)
 
-    # In elastic runs, new ranks join later; see elastic_agreement.py.
+    # In elastic runs, new ranks join later.
 
     def agreement(self) -> dict[str, Any]:
         """What ranks that join later must know. "ahead" is a digest of look-ahead's choice."""
@@ -169,7 +171,7 @@ class Exchange:
             "members": sorted(self.members),
             "name": self._names.number,
             "step": progress["step"],
-            "ahead": digest_of(ahead),
+            "ahead": agreement.digest_of(ahead),
         }
 
     def join(self, agreed: Mapping[str, Any], sparse: Sequence[str], given: set[str]) -> None:
@@ -181,7 +183,7 @@ class Exchange:
                 are not traced again.
         """
         mine = self._describe(sparse)
-        compare_ranks([*[agreed] * max(self._transport.position, 1), mine], list(mine))
+        agreement.compare_ranks([*[agreed] * max(self._transport.position, 1), mine], list(mine))
         self._names.use(agreed["name"])
         self._make_buckets(set(agreed["members"]))
         more = sorted(given - self.members)
@@ -408,3 +410,39 @@ def _norm(tensor: tf.Tensor) -> tf.Tensor:
 
 def _scale(residue: tf.Variable, share: tf.Tensor) -> tf.Operation:
     return residue.assign(residue * tf.cast(share, residue.dtype), read_value=False)
+
+
+def have_met() -> bool:
+    """Whether ranks have met since Horovod started."""
+    return _kept is not None
+
+
+def meet(exchanges: Iterable[Exchange]) -> None:
+    """Meet all ranks, and go on at the agreed step. Blocks until all ranks have called it.
+
+    Raises UnknownError if a rank is lost. exchanges: all that this process takes part in.
+    """
+    global _kept
+    _kept = None
+    mine: dict[str, Exchange] = {}
+    for exchange in exchanges:
+        label = exchange.progress.label
+        same = sum(1 for other in mine if other.partition(".")[0] == label)
+        mine[f"{label}.{same}" if same else label] = exchange
+    transport = Transport(Arguments(), agreement.Names())
+    agreements = {label: exchange.agreement() for label, exchange in mine.items()}
+    everyone = transport.gather_objects(agreements, "agreements")
+    agreed: dict[str, dict[str, Any]] = {}
+    for theirs in reversed(everyone):  # the first rank's agreement counts, as its weights do
+        agreed |= theirs
+    for label, exchange in mine.items():
+        ahead = agreed[label]["ahead"]
+        alike = all(theirs.get(label, {}).get("ahead") == ahead for theirs in everyone)
+        exchange.go_on(agreed.pop(label)["step"], alike)
+    _kept = agreed
+
+
+def take_agreement(label: str) -> dict[str, Any] | None:
+    """What others agreed on about an exchange that is about to be made; None: it is new to all."""
+    found = next((known for known in _kept or {} if known.partition(".")[0] == label), None)
+    return None if found is None else _kept.pop(found)

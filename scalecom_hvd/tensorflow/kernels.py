@@ -66,7 +66,6 @@ class GraphKernel:
         self._sizes = [geometry.k for geometry in self._geometries]
         # In the buffer, offsets lie in the layout's order, not in the tensors' order.
         self._order = sorted(range(len(self._geometries)), key=lambda i: self._offsets_at[i].start)
-        self._bytes = layout.offsets_bytes
 
     def choose(
         self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor
@@ -84,10 +83,6 @@ class GraphKernel:
 
         Returns:
             updated, values, chosen, bad.
-
-        Raises:
-            InvalidArgumentError: when the graph runs, if the choice is not that of exactly one
-                leader.
         """
         updated, values, gradients, bad = [], [], [], []
         for grad, m, index, at in zip(
@@ -145,9 +140,6 @@ class GraphKernel:
         return tf.cond(chooses, choose, lambda: tf.zeros([0], tf.uint8))
 
     def _indices(self, offsets: tf.Tensor) -> list[tf.Tensor]:
-        whole = tf.debugging.assert_equal(tf.size(offsets), self._bytes, native.WRONG_OFFSETS)
-        with tf.control_dependencies([whole]):
-            offsets = tf.identity(offsets)
         return [
             _indices(geometry, offsets[at])
             for geometry, at in zip(self._geometries, self._offsets_at, strict=True)
@@ -157,14 +149,10 @@ class GraphKernel:
 class NativeKernel:
     """The same moves by the C kernel (native/tensorflow_ops.c), for lanes in the CPU's memory.
 
-    Every move is one operation. Raises TypeError for exact selection, which only GraphKernel has.
+    Every move is one operation. Only GraphKernel has exact selection.
     """
 
     def __init__(self, geometries: Mapping[str, Lanes], levels: int = 0) -> None:
-        if any(isinstance(geometry, Positions) for geometry in geometries.values()):
-            raise TypeError(
-                'the C kernel supports only selection="lanes": use GraphKernel for exact selection'
-            )
         layout = Layout(geometries, has_scales=levels > 0)
         self._operations, self._levels = operations(), levels
         self._lanes = [

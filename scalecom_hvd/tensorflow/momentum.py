@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -74,44 +73,29 @@ def mix_momentum(made: Any, compressor: ScaleCom) -> None:
         *others, last = args
         grads_and_vars = list(last)
         mixes = _mixes_of(self, compressor, grads_and_vars)
-        for mix in mixes:
-            mix.put_in()
+        for slot, gradient, kappa, (before, _) in mixes:
+            _mix(slot, gradient, kappa, before)
         result = update(self, *others, grads_and_vars, **kwargs)
-        for mix in mixes:
-            mix.take_out()
+        for slot, gradient, kappa, (_, after) in mixes:
+            # (m - kappa * a * g) / (1 - kappa) is the same mix with this share.
+            _mix(slot, gradient, -kappa / (1 - kappa), after)
         return result
 
     setattr(made, method, mixed_update)
 
 
-@dataclass(frozen=True)
-class _Mix:
-    """One variable's momentum in one update. Numbers are float64."""
-
-    slot: tf.Variable
-    gradient: tf.Tensor
-    kappa: tf.Tensor
-    sizes: Sizes
-
-    def put_in(self) -> None:
-        self._mix(self.kappa, self.sizes[0])
-
-    def take_out(self) -> None:
-        # (m - kappa * a * g) / (1 - kappa) is the same mix with this share.
-        self._mix(-self.kappa / (1 - self.kappa), self.sizes[1])
-
-    def _mix(self, share: tf.Tensor, size: tf.Tensor) -> None:
-        dtype = self.slot.dtype
-        own, others = tf.cast(1 - share, dtype), tf.cast(share * size, dtype)
-        self.slot.assign(own * self.slot + others * tf.cast(self.gradient, dtype))
+def _mix(slot: tf.Variable, gradient: tf.Tensor, share: tf.Tensor, size: tf.Tensor) -> None:
+    """Mix a share of the gradient into a momentum. Shares and sizes are float64."""
+    own, others = tf.cast(1 - share, slot.dtype), tf.cast(share * size, slot.dtype)
+    slot.assign(own * slot + others * tf.cast(gradient, slot.dtype))
 
 
 def _mixes_of(
     optimizer: Any,
     compressor: ScaleCom,
     grads_and_vars: Sequence[tuple[tf.Tensor | tf.IndexedSlices, tf.Variable]],
-) -> list[_Mix]:
-    """How momenta are mixed in the update that is about to begin.
+) -> list[tuple[tf.Variable, tf.Tensor, tf.Tensor, Sizes]]:
+    """The momenta that are mixed in the update that is about to begin: with what, and how.
 
     Only dense gradients that were compressed are mixed in.
     """
@@ -133,7 +117,7 @@ def _mixes_of(
     sizes = momentum(optimizer)
     kappas = {key: _kappa(*key) for key in dict.fromkeys(key for *_, key in late)}
     return [
-        _Mix(slot, gradient, kappas[key], sizes)
+        (slot, gradient, kappas[key], sizes)
         for slot, (gradient, _, key) in zip(found, late, strict=True)
     ]
 

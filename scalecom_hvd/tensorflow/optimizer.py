@@ -103,7 +103,7 @@ def _keras_optimizer(
     # Horovod makes a class for every optimizer it wraps, so this changes no other. Keras makes new
     # objects of the class (from_config).
     made, init = type(wrapped), type(wrapped).__init__
-    compressor.serve_optimizer()
+    compressor.serve(mixes_momentum=True)
     if compressor.config.nu != 1:
         mix_momentum(made, compressor)
 
@@ -162,11 +162,7 @@ def PartialDistributedGradientTape(**given: Any) -> tf.GradientTape:  # noqa: N8
     Args:
         local_layers: layers whose gradients stay on their rank.
 
-    All other arguments work as in DistributedGradientTape.
-
-    Raises:
-        ValueError: ScaleCom does not support an argument (Adasum, operations other than Average and
-            Sum).
+    All other arguments, and the errors, are those of DistributedGradientTape.
     """
     return _tape(horovod.PartialDistributedGradientTape, **given)
 
@@ -179,7 +175,7 @@ def _tape(
         return make(gradtape, compression=compression, **given)
     compressor = compression if isinstance(compression, ScaleCom) else shared()
     arguments = _take_arguments(given)
-    compressor.serve_tape()
+    compressor.serve(mixes_momentum=False)
     tape = make(gradtape, **given)
     calls: dict[Hashable, int] = {}
     tape._allreduce_grads = reduction(compressor, arguments, "DistributedGradientTape", calls)

@@ -20,7 +20,7 @@ class Adapter:
     """A kernel with copies of a case's arrays. traced: whether the moves are made in graphs."""
 
     kernel: type
-    has: frozenset = frozenset({"counted offsets"})
+    has: frozenset
     refusal = tf.errors.InvalidArgumentError
     traced = False
 
@@ -68,14 +68,14 @@ class Native(Adapter):
     """The operations in C."""
 
     kernel = NativeKernel
-    has = Adapter.has | {"checked offsets", "checked sizes", "large tensors"}
+    has = frozenset({"counted offsets", "checked offsets", "checked sizes", "large tensors"})
 
 
 class Graph(Adapter):
     """Plain operations."""
 
     kernel = GraphKernel
-    has = Adapter.has | {"exact selection", "large tensors"}
+    has = frozenset({"exact selection", "large tensors"})
 
 
 class TracedNative(Native):

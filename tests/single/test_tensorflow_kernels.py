@@ -13,7 +13,7 @@ from kernels_tensorflow import TracedGraph, TracedNative
 from test_kernels import check
 
 from scalecom_hvd import native
-from scalecom_hvd.lanes import Lanes, Positions
+from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.tensorflow.kernels import GraphKernel, NativeKernel, kernel_for, operations
 
 
@@ -23,15 +23,11 @@ def test_a_graph_that_tensorflow_optimizes_makes_the_same_moves(kernel, levels):
     check(kernel, Case([Lanes(numel, 16) for numel in (1, 65, 20_000)], DTYPES[:1] * 3, levels))
 
 
-def test_the_c_kernel_refuses_positions():
-    with pytest.raises(TypeError, match='supports only selection="lanes"'):
-        NativeKernel({"t": Positions(5000, 50)})
-
-
 def test_which_kernel_serves_whom(monkeypatch):
     assert kernel_for("CPU", "lanes", same_width=True) is NativeKernel
     assert kernel_for("GPU", "lanes", same_width=True) is GraphKernel
     assert kernel_for("CPU", "lanes", same_width=False) is GraphKernel
+    assert kernel_for("CPU", "exact", same_width=True) is GraphKernel
     monkeypatch.setenv("SCALECOM_KERNEL", "tensorflow")
     assert kernel_for("CPU", "lanes", same_width=True) is GraphKernel
     monkeypatch.setenv("SCALECOM_KERNEL", "torch")

@@ -7,7 +7,7 @@ import tensorflow as tf
 from scalecom_hvd.bucket_layout import Layout, pack_halves
 from scalecom_hvd.integers import field_bits, words_of
 from scalecom_hvd.lanes import geometry
-from scalecom_hvd.tensorflow.packing import (
+from scalecom_hvd.tensorflow.bucket import (
     pack_choice,
     pack_integers,
     unpack_choice,

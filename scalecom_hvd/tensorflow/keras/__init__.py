@@ -89,11 +89,6 @@ def __getattr__(name: str) -> Any:
     return _attribute(_horovod, name, __name__)
 
 
-__all__ = [
-    *(name for name in dir(_horovod) if not name.startswith("_")),
-    "Monitor",
-    "MonitorCallback",
-    "PartialDistributedOptimizer",
-    "ScaleCom",
-    "ScaleComConfig",
-]
+__all__ = [name for name in dir(_horovod) if not name.startswith("_")]
+__all__ += ["Monitor", "MonitorCallback", "PartialDistributedOptimizer"]
+__all__ += ["ScaleCom", "ScaleComConfig"]
