@@ -284,7 +284,8 @@ class ScaleComConfig:
                     "or give a rate"
                 )
         rates = self.rate.values() if isinstance(self.rate, Mapping) else [self.rate]
-        if self.selection == "exact" and ("auto" in rates or (1 in rates and self.levels)):
+        in_few_bits = 1 in rates and self.bits not in (None, 32) and "*" not in (self.rates or ())
+        if self.selection == "exact" and ("auto" in rates or in_few_bits):
             raise ValueError(
                 "selection='exact' has nothing to choose where every element is sent: leave it "
                 "out, or give a rate above 1"

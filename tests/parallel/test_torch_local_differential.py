@@ -519,7 +519,8 @@ def draw_setting(choose):
             "lookahead": choose((False, True)),
         }
         if not whole:  # plain PyTorch does not give rounded numbers
-            fields |= choose(({}, {}, {"bits": 3, "rate": choose((10, 1, {0: 1, 5: 10}))}))
+            few_bits = {"bits": 3, "rate": choose((10, 1, {0: 1, 5: 10})), "selection": "lanes"}
+            fields |= choose(({}, {}, few_bits))
     local_steps = choose((1, 2, 3, 4, 6, {0: 1, 3: 4}, {0: 4, 6: 2, 9: 3}))
     least = min(local_steps.values()) if isinstance(local_steps, dict) else local_steps
     fragments = choose((1, 1, 2, 3))

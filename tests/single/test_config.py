@@ -200,6 +200,8 @@ LARGE = (99, 99)
         ),
         (OUTPUT, {"w": LARGE, "w.1": LARGE, "w.2": LARGE}, [8, 8, 1]),  # TensorFlow's of one name
         (OUTPUT, {"layers.0.0": LARGE, "layers.0.1": LARGE}, [8, 1]),  # a ParameterList
+        ({"rate": 1, "selection": "exact"}, {"w": LARGE}, [1]),
+        ({"rate": 1, "rates": {"a": 4}}, {"a": LARGE, "b": LARGE}, [4, 1]),
         (OUTPUT, {f"allreduce.noname.0.{i}": LARGE for i in range(3)}, [8, 8, 1]),
     ],
 )
