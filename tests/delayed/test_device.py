@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import delayed
 from delayed.process_group import DelayedGroup
+from scalecom_hvd.exchange.devices import Timer
 
 DEVICE = "delayed"
 
@@ -110,6 +111,22 @@ def test_event():
     later.record()
     later.synchronize()
     assert event.elapsed_time(later) > 0
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_timer_counts_only_what_the_current_stream_waits_for(waits):
+    tensor, side = ones(), torch.Stream(device=DEVICE)
+    timer = Timer([tensor.device])
+    delayed.enqueue(lambda: time.sleep(0.3))  # it is computed before
+    timer.start()
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        delayed.enqueue(lambda: time.sleep(0.3))
+    if waits:
+        torch.accelerator.current_stream().wait_stream(side)
+    timer.stop()
+    assert (timer.seconds() > 0.2) == waits
+    assert timer.seconds() < 0.5
 
 
 def test_synchronizing_forces_what_is_waited_for_and_nothing_else():
