@@ -164,11 +164,11 @@ static inline float scale_of(double total, int64_t count, int levels) {
 }
 
 /* Writes the scales of chosen values, block by block, as they come by in order. Magnitudes are
- * added eight side by side. */
-typedef double eight_doubles __attribute__((vector_size(64)));
-typedef struct { float *scales; eight_doubles parts; } scaler;
+ * added in vectors of four, four of them side by side. */
+typedef double four_doubles __attribute__((vector_size(32)));
+typedef struct { float *scales; four_doubles parts[4]; } scaler;
 static inline scaler scaler_at(const tensor *t, void *chosen) {
-    return (scaler){(float *)((char *)chosen + t->scales_at), {0}};
+    return (scaler){.scales = (float *)((char *)chosen + t->scales_at)};
 }
 /* Lanes of one element each, which have no offsets, are taken in runs. Each loop over a run does
  * one thing, so all are vectors' loops. A block is whole runs. */

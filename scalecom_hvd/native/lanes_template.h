@@ -87,25 +87,26 @@ INLINE void NAME(values_at)(REAL *restrict value, const tensor *t, tile at,
 }
 
 /* The next n values, of one block, count in its scale. */
-typedef REAL NAME(eight) __attribute__((vector_size(8 * sizeof(REAL))));
+typedef REAL NAME(four) __attribute__((vector_size(4 * sizeof(REAL))));
 INLINE void NAME(measure_values)(scaler *to, const tensor *t, REAL *restrict value, int64_t lane,
                                  int n) {
     for (int l = 0; l < n; l++) {
         INTEGER bits = BITS(value[l]) & MAGNITUDE;
         value[l] = NAME(real)(bits & -((bits & EXPONENT) != EXPONENT));
     }
-    for (int l = n; l % 8; l++) value[l] = 0;
-    for (int l = 0; l < n; l += 8) {
-        NAME(eight) part;
-        memcpy(&part, value + l, sizeof part);
-        to->parts += __builtin_convertvector(part, eight_doubles);
-    }
+    for (int l = n; l % 16; l++) value[l] = 0;
+    for (int l = 0; l < n; l += 16)
+        for (int j = 0; j < 4; j++) {
+            NAME(four) part;
+            memcpy(&part, value + l + 4 * j, sizeof part);
+            to->parts[j] += __builtin_convertvector(part, four_doubles);
+        }
     int64_t end = lane + n, begin = lane / BLOCK * BLOCK;
     if (end % BLOCK && end < t->k) return;
-    double total = 0;
-    for (int j = 0; j < 8; j++) total += to->parts[j];
+    four_doubles sums = (to->parts[0] + to->parts[1]) + (to->parts[2] + to->parts[3]);
+    double total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     to->scales[begin / BLOCK] = scale_of(total, end - begin, t->levels);
-    to->parts = (eight_doubles){0};
+    memset(to->parts, 0, sizeof to->parts);
 }
 /* What a tile's winners would send counts. The tile is in a cache yet. */
 INLINE void NAME(measure)(scaler *to, const tensor *t, tile at, const INTEGER *winner, REAL scale,
