@@ -97,7 +97,7 @@ class TorchKernel:
             slot, residue = step.slot, step.slot.residue
             if step.taken is not None:
                 beta, wire = step.taken
-                positions = positions_of(slot.geometry, slot.offsets(wire.offsets))
+                positions = _checked_positions(slot, wire.offsets)
                 residue[positions] += _sent(slot, wire) * beta
                 step.taken = None
             if step.accumulated and not keep_gradients:
@@ -118,7 +118,7 @@ def _choose(slot: TensorSlot, g: torch.Tensor, extra: float, chosen: torch.Tenso
     """Chosen <- the winners of |m + g|, and the scales of integers there."""
     choose_by_torch(slot.residue + g, slot.geometry, slot.offsets(chosen))
     if slot.levels:
-        positions = positions_of(slot.geometry, slot.offsets(chosen))
+        positions = _checked_positions(slot, chosen)
         values = sendable(slot.residue[positions], g[positions], extra)
         slot.scales(chosen).copy_(scales_of(values, slot.levels))
 
@@ -148,12 +148,14 @@ def _sent(slot: TensorSlot, wire: Wire) -> torch.Tensor:
     return scale_blocks_(sent, slot.scales(wire.offsets)) if slot.levels else sent
 
 
-def _checked_positions(slot: TensorSlot, offsets: torch.Tensor) -> torch.Tensor:
-    """The flat positions (k,) that a tensor's offsets stand for.
+def _checked_positions(slot: TensorSlot, offsets: torch.Tensor) -> torch.Tensor | slice:
+    """The flat positions (k,) that a tensor's offsets stand for; a slice if these are all.
 
     With exact selection, raises RuntimeError if a position lies outside of the tensor or occurs
     twice. Only the CPU checks this, because elsewhere the check would wait for the device.
     """
+    if not slot.geometry.offset_width:
+        return slice(None)
     own = slot.offsets(offsets)
     checks = own.device.type == "cpu" and isinstance(slot.geometry, Positions)
     if checks and not slot.geometry.fit(own.numpy()):
