@@ -74,10 +74,16 @@ LONG = [
     *("float64 gradients", "float16 gradients, look-ahead", "integers of 3 bits"),
     *("exact, 32 bits, a schedule", "all in 32 bits, after a start at rate 4"),
 ]
-in_all_cases = pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(settings, id=name, marks=[pytest.mark.long] * (name in LONG))
+MORE_IN_TENSORFLOW = "beta 1", "32 bits, look-ahead", "integers, a warm-up at a rate of its own"
+
+
+def in_cases(long):
+    """Parametrise a test. long: the cases that only make test-nightly runs."""
+    cases = [
+        pytest.param(settings, id=name, marks=[pytest.mark.long] * (name in long))
         for name, settings in CASES.items()
-    ],
-)
+    ]
+    return pytest.mark.parametrize("settings", cases)
+
+
+in_all_cases = in_cases(LONG)

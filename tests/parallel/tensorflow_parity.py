@@ -7,6 +7,9 @@ from made_up import ODD_SHAPES, gradients
 import scalecom_hvd.tensorflow as hvd
 from scalecom_hvd.reference import ScaleComReference
 
+# To trace an exchange of all of ODD_SHAPES takes long. test_kernels.py has all sizes.
+SOME_SHAPES = {n: s for n, s in ODD_SHAPES.items() if n not in ("n64", "n6399", "n6400", "conv")}
+
 
 def variables(shapes=ODD_SHAPES, dtype=np.float32) -> dict[str, tf.Variable]:
     return {name: tf.Variable(tf.zeros(shape, dtype), name=name) for name, shape in shapes.items()}
@@ -49,7 +52,7 @@ class Step:
 def run_against_reference(
     dtype=np.float32,
     steps=12,
-    shapes=ODD_SHAPES,
+    shapes=SOME_SHAPES,
     tolerance=1e-5,
     traced=True,
     outliers=(),

@@ -37,52 +37,17 @@ def batches():
     return (x, y), (x[kept], y[kept])
 
 
-def assert_same_run(scaled, plain, compression, other, scale):
-    assert (compression.stats()["step"], compression.stats()["skipped_steps"]) == (STEPS - 4, 4)
-    assert (other.stats()["step"], other.stats()["skipped_steps"]) == (STEPS - 4, 0)
-    for mine, theirs in zip(scaled.variables, plain.variables, strict=True):
-        np.testing.assert_allclose(
-            mine.numpy(), theirs.numpy(), rtol=1e-4, atol=1e-5, err_msg=mine.name
-        )
-    for name, residue in other.state_dict()["residues"].items():
-        np.testing.assert_allclose(
-            compression.state_dict()["residues"][name], residue, rtol=1e-4, atol=1e-5, err_msg=name
-        )
-    assert same_on_all_ranks(scaled.variables)
-    # Halved four times. Doubled after each three good steps in a row, which came at the end.
-    assert float(scale) == 2.0**20 / 2**4 * 2**2
+MODES = [
+    {"bits": 3, "rate": 16, "warmup_steps": 2},
+    {"lookahead": True},
+    {"lookahead": True, "beta": 0.3, "leader": "staggered", "bucket_bytes": 10_000},
+]
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"),
-    [
-        pytest.param(tf.keras.optimizers.legacy, {"lookahead": True}, marks=pytest.mark.long),
-        pytest.param(
-            tf.keras.optimizers,
-            {"lookahead": True, "beta": 0.3, "leader": "staggered", "bucket_bytes": 10_000}
-            | {"warmup_steps": 2},
-            marks=pytest.mark.long,
-        ),
-        (tf.keras.optimizers, {"bits": 3, "rate": 16, "warmup_steps": 2}),
-    ],
-    ids=str,
+    "mode", [MODES[0], *(pytest.param(mode, marks=pytest.mark.long) for mode in MODES[1:])], ids=str
 )
-def test_a_fit_with_overflows_ends_where_one_without_them_ends(kind, mode):
-    with_overflows, without = batches()
-    scaled, plain = net(), net()
-    compression = scalecom(loss_scale=lambda: scaled.optimizer.loss_scale, **mode)
-    optimizer = keras.DistributedOptimizer(kind.SGD(0.05, 0.9), compression=compression)
-    scaled.compile(
-        LossScaleOptimizer(optimizer, initial_scale=2.0**20, dynamic_growth_steps=3), "mse"
-    )
-    scaled.fit(*with_overflows, BATCH, shuffle=False, verbose=0)
-    other = scalecom(**mode)
-    plain.compile(keras.DistributedOptimizer(kind.SGD(0.05, 0.9), compression=other), "mse")
-    plain.fit(*without, BATCH, shuffle=False, verbose=0)
-    assert_same_run(scaled, plain, compression, other, scaled.optimizer.loss_scale)
-
-
-def test_a_custom_loop_with_overflows_ends_where_one_without_them_ends():
+def test_a_custom_loop_with_overflows_ends_where_one_without_them_ends(mode):
     def run(compression, optimizer, data):
         model = net()
         optimizer.build(model.trainable_variables)
@@ -107,10 +72,22 @@ def test_a_custom_loop_with_overflows_ends_where_one_without_them_ends():
     scaling = LossScaleOptimizer(
         tf.keras.optimizers.SGD(0.05), initial_scale=2.0**20, dynamic_growth_steps=3
     )
-    compression, other = scalecom(loss_scale=scaling), scalecom()
+    compression, other = scalecom(loss_scale=scaling, **mode), scalecom(**mode)
     scaled = run(compression, scaling, with_overflows)
     plain = run(other, tf.keras.optimizers.SGD(0.05), without)
-    assert_same_run(scaled, plain, compression, other, scaling.loss_scale)
+    assert (compression.stats()["step"], compression.stats()["skipped_steps"]) == (STEPS - 4, 4)
+    assert (other.stats()["step"], other.stats()["skipped_steps"]) == (STEPS - 4, 0)
+    for mine, theirs in zip(scaled.variables, plain.variables, strict=True):
+        np.testing.assert_allclose(
+            mine.numpy(), theirs.numpy(), rtol=1e-4, atol=1e-5, err_msg=mine.name
+        )
+    for name, residue in other.state_dict()["residues"].items():
+        np.testing.assert_allclose(
+            compression.state_dict()["residues"][name], residue, rtol=1e-4, atol=1e-5, err_msg=name
+        )
+    assert same_on_all_ranks(scaled.variables)
+    # Halved four times. Doubled after each three good steps in a row, which came at the end.
+    assert float(scaling.loss_scale) == 2.0**20 / 2**4 * 2**2
 
 
 def test_residues_do_not_depend_on_the_loss_scale():

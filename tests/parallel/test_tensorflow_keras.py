@@ -51,7 +51,6 @@ def assert_same_weights(ours, theirs, tolerance=1e-5):
 @pytest.mark.parametrize(
     ("kind", "options", "compile_options"),
     [
-        ("Adam", {}, {}),
         ("legacy SGD", {}, {}),
         pytest.param("SGD", {}, {"run_eagerly": True}, marks=pytest.mark.long),
         pytest.param(
@@ -59,7 +58,7 @@ def assert_same_weights(ours, theirs, tolerance=1e-5):
             marks=pytest.mark.long,
         ),
         (
-            "SGD",
+            "Adam",
             {"backward_passes_per_step": 2, "average_aggregated_gradients": True},
             {"steps_per_execution": 2},
         ),
@@ -101,12 +100,9 @@ def test_a_training_step_of_the_user_s_own_with_a_tape():
     assert_same_weights(ours, train(horovod.tensorflow, horovod.tensorflow.Compression.none))
 
 
+@pytest.mark.long  # the pages' scripts are such fits too
 @pytest.mark.parametrize(
-    ("kind", "mode"),
-    [
-        ("Adam", {"lookahead": True}),
-        pytest.param("legacy SGD", STAGGERED, marks=pytest.mark.long),
-    ],
+    ("kind", "mode"), [("Adam", {"lookahead": True}), ("legacy SGD", STAGGERED)]
 )
 def test_several_fits_with_validation(kind, mode):
     model, compression = net(), scalecom(rate=5, warmup_steps=2, **mode)
@@ -125,9 +121,11 @@ def test_several_fits_with_validation(kind, mode):
 @pytest.mark.parametrize(
     ("options", "compile_options", "mode"),
     [
-        ({}, {"steps_per_execution": 4}, {"lookahead": True}),
-        ({"op": scalecom_hvd.tensorflow.Sum}, {}, {}),
-        ({"gradient_predivide_factor": 2.0, "groups": 2}, {}, {}),
+        (
+            {"gradient_predivide_factor": 2.0, "groups": 2},
+            {"steps_per_execution": 4},
+            {"lookahead": True},
+        ),
         ({"backward_passes_per_step": 2}, {}, {"lookahead": True}),
         pytest.param(
             {"backward_passes_per_step": 3}, {"run_eagerly": True}, {}, marks=pytest.mark.long
@@ -137,7 +135,11 @@ def test_several_fits_with_validation(kind, mode):
             marks=pytest.mark.long,
         ),
         # That rank traces the step again for this batch, while the other ranks go on.
-        ({"a smaller last batch on one rank": True}, {}, {"lookahead": True}),
+        (
+            {"a smaller last batch on one rank": True, "op": scalecom_hvd.tensorflow.Sum},
+            {},
+            {"lookahead": True},
+        ),
         # Horovod itself ignores op and groups there.
         ({"face": scalecom_hvd.tensorflow, "op": scalecom_hvd.tensorflow.Sum, "groups": 2}, {}, {}),
     ],
@@ -242,7 +244,7 @@ def test_local_layers_must_be_layers():
         )
 
 
-@pytest.mark.parametrize("sparse_as_dense", [False, True])
+@pytest.mark.parametrize("sparse_as_dense", [pytest.param(False, marks=pytest.mark.long), True])
 def test_sparse_embeddings(sparse_as_dense):
     x = np.random.default_rng(hvd.rank()).integers(0, 300, (48, 3))
     data = x, np.sin(x[:, :1] + np.arange(40, dtype=np.float32))

@@ -171,7 +171,9 @@ def test_a_step_goes_along_the_mix_and_slots_hold_the_momentum(
     assert_descended(model, optimizer, compression, kappas, kind, options)
 
 
-@pytest.mark.parametrize("kinds", [NEW, LEGACY], ids=["new", "legacy"])
+@pytest.mark.parametrize(
+    "kinds", [NEW, pytest.param(LEGACY, marks=pytest.mark.long)], ids=["new", "legacy"]
+)
 def test_only_steps_that_are_applied_are_mixed(kinds):
     """Gradients of two passes are added up, or the loss scale skips a step."""
     model, compression = linear(), hvd.ScaleCom(**SETTINGS)
@@ -221,7 +223,10 @@ OTHERS = [NEW.RMSprop, NEW.Nadam, LEGACY.Adamax, NEW.SGD, NEW.Adamax, LEGACY.Nad
 
 @pytest.mark.parametrize(
     ("policy", "kinds"),
-    [("float32", OTHERS[:3]), pytest.param("mixed_float16", OTHERS, marks=pytest.mark.long)],
+    [
+        ("float32", [NEW.RMSprop, LEGACY.Adamax]),
+        pytest.param("mixed_float16", OTHERS, marks=pytest.mark.long),
+    ],
 )
 def test_other_optimizers_and_policies(policy, kinds, caplog):
     """RMSprop's momentum is not linear in gradients, so it stays, and the log says so once."""

@@ -4,13 +4,13 @@ Its selections and values must be those of n simulated workers, over many steps.
 """
 
 import pytest
-from parity_cases import in_all_cases
+from parity_cases import LONG, MORE_IN_TENSORFLOW, in_cases
 from tensorflow_parity import run_against_reference
 
 import scalecom_hvd.tensorflow as hvd
 
 
-@in_all_cases
+@in_cases([*LONG, *MORE_IN_TENSORFLOW])
 def test_parity(settings):
     if isinstance(settings["rate"], dict) or settings["rate"] == 1:
         pytest.skip("for PyTorch alone")
@@ -29,7 +29,7 @@ def test_plain_operations(settings, lookahead, monkeypatch):
     run_against_reference(**settings, beta=0.3, lookahead=lookahead)
 
 
-@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("lookahead", [pytest.param(False, marks=pytest.mark.long), True])
 def test_outliers(lookahead):
     outliers = [(0, 13), (1, 15)]
     settings = {"rate": 8, "lookahead": lookahead}

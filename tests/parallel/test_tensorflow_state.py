@@ -21,6 +21,9 @@ MODES = [
 ]
 
 
+FEW = {"first": (60, 50), "bias": (60,)}  # to trace their exchange takes half as long
+
+
 def run(compression, numbers, shapes=SHAPES):
     """Return the averages of all steps. compression: a ScaleCom, or a Step."""
     step = compression
@@ -168,7 +171,7 @@ def test_all_series_of_gradients_resume_from_a_checkpoint(tmp_path):
 def test_ranks_that_load_the_residues_of_one_rank_are_refused(way, tmp_path):
     """Residues would be sent several times. Residues that changed their ranks are no less right."""
     compression = scalecom()
-    run(compression, range(3))
+    run(compression, range(3), FEW)
     tf.train.Checkpoint(scalecom=compression).write(str(tmp_path / "residues"))
     saved = hvd.allgather_object((str(tmp_path), compression.state_dict()), name="saved")
 
@@ -179,7 +182,7 @@ def test_ranks_that_load_the_residues_of_one_rank_are_refused(way, tmp_path):
             resumed.load_state_dict(state)
         else:
             tf.train.Checkpoint(scalecom=resumed).read(f"{folder}/residues")
-        run(resumed, range(3, 5))
+        run(resumed, range(3, 5), FEW)
         return resumed
 
     assert resume((hvd.rank() + 1) % hvd.size()).stats()["step"] == 5
@@ -190,7 +193,7 @@ def test_ranks_that_load_the_residues_of_one_rank_are_refused(way, tmp_path):
 def test_a_state_saved_before_the_first_step():
     compression = scalecom()
     compression.load_state_dict(scalecom().state_dict())
-    run(compression, range(2))
+    run(compression, range(2), FEW)
     assert compression.state_dict()["step"] == 2
 
 
@@ -199,15 +202,15 @@ def test_a_state_saved_before_the_first_step():
 )
 def test_a_newcomer_starts_with_empty_residues(mode, caplog):
     compression = scalecom(**mode)
-    run(compression, range(5))
+    run(compression, range(5), FEW)
     again = scalecom(**mode)
     if hvd.rank() < hvd.size() - 1:
         again.load_state_dict(compression.state_dict())
-    step = Step(variables(SHAPES), again)
-    run(step, range(5, 6))
+    step = Step(variables(FEW), again)
+    run(step, range(5, 6), FEW)
     assert again.stats()["step"] == 6
     assert "ranks come from different steps" in caplog.text
-    sent = run(step, range(6, 9))
+    sent = run(step, range(6, 9), FEW)
     assert same_on_all_ranks([tf.constant(average) for average in sent[-1].values()])
 
 
@@ -224,43 +227,48 @@ def test_variables_that_thaw_after_a_resume():
     assert set(resumed.state_dict()["residues"]) == {"first", "second", "third"}
 
 
+MORE = FEW | {"fourth": (5000,)}
+# Only after the first step is it known that no variable comes for this residue.
+FIFTH = "fifth is not in this model"
+# {what the error says: what the state says instead}
+UNFIT = {
+    "rate=50.0 in the state and 20.0 now": {"config": {"rate": 50.0}},
+    "version 99, but this release reads only version 2": {"version": 99},
+    r"first has shape \(50, 50\) in the state and \(60, 50\) in the model": {
+        "residues": {"first": np.zeros((50, 50), np.float32)}
+    },
+    FIFTH: {"residues": {"fifth": np.zeros(5000, np.float32)}},
+    "fourth is not in the state": {"residues": {"fourth": None}},
+}
+
+
 def test_states_that_do_not_fit_are_refused(tmp_path):
-    compression = scalecom(beta=0.5)
-    run(compression, range(2))
+    """Before the first step, which may refuse it, and after."""
+    compression, made = scalecom(beta=0.5), scalecom(beta=0.5)
+    run(compression, range(2), MORE)
+    run(made, range(1), MORE)
     state = compression.state_dict()
-    path = tf.train.Checkpoint(scalecom=compression).save(str(tmp_path / f"rank{hvd.rank()}"))
-    longer, more = {**SHAPES, "third": (6000,)}, {**SHAPES, "fourth": (5000,)}
-    fewer = {name: shape for name, shape in SHAPES.items() if name != "third"}
-    other_shape = r"third has shape \(5000,\) in the state and \(6000,\) in the model"
-    version = "version 99, but this release reads only version 2"
-    rate, beta = r"rate=20.0 in the state and 50.0 now", r"beta=0.5 in the state and 1.0 now"
-
-    def load_state(into, **changes):
-        into.load_state_dict(state | changes)
-
-    def load_new_version(into):
-        load_state(into, version=99)
-
-    def restore(into):
-        tf.train.Checkpoint(scalecom=into).restore(path)
-
-    for steps_before, shapes, settings, load, message in (
-        (0, SHAPES, {"rate": 50}, load_state, rate),
-        (0, SHAPES, {"rate": 50}, restore, rate),
-        (1, SHAPES, {"beta": 1.0}, restore, beta),
-        (0, SHAPES, {}, load_new_version, version),
-        (0, longer, {}, load_state, other_shape),
-        (1, longer, {}, load_state, other_shape),
-        (0, more, {}, load_state, "fourth is not in the state"),
-        (1, more, {}, load_state, "fourth is not in the state"),
-        (1, fewer, {}, load_state, "third is not in this model"),
-    ):
-        into = scalecom(**{"beta": 0.5} | settings)
-        step = Step(variables(shapes), into, traced=False)
-        run(step, range(steps_before), shapes)
+    for message, changes in UNFIT.items():
+        spoilt = dict(state)
+        for key, change in changes.items():
+            spoilt[key] = state[key] | change if isinstance(change, dict) else change
+        residues = spoilt["residues"].items()
+        spoilt["residues"] = {name: own for name, own in residues if own is not None}
+        if message != FIFTH:
+            early = scalecom(beta=0.5)
+            with pytest.raises(ValueError, match=message):
+                early.load_state_dict(spoilt)
+                run(early, range(1), MORE)
         with pytest.raises(ValueError, match=message):
-            load(into)
-            run(step, range(1), shapes)
-        assert into.state_dict()["step"] == steps_before or not steps_before
+            made.load_state_dict(spoilt)
+        assert made.state_dict()["step"] == 1
     with pytest.raises(ValueError, match="it lacks config, residues, settings, step, version"):
         compression.load_state_dict({})
+    path = tf.train.Checkpoint(scalecom=compression).save(str(tmp_path / f"rank{hvd.rank()}"))
+    for steps_before in (0, 1):
+        other = scalecom(beta=1.0)
+        run(other, range(steps_before), MORE)
+        with pytest.raises(ValueError, match=r"beta=0.5 in the state and 1.0 now"):
+            tf.train.Checkpoint(scalecom=other).restore(path)
+            run(other, range(1), MORE)
+        assert other.state_dict()["step"] == steps_before
