@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 import torch
 from faces import hvd
-from models import feed, gradients
+from models import gradients
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,), "double": (700,)}
 SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0, "bucket_bytes": 30_000}
@@ -56,15 +56,6 @@ def from_zero(compression, local_steps):
     model = begin(scale=0)
     sgd = torch.optim.SGD(model.values(), lr=1.0)
     return model, *make(model, method(compression, beta=1.0), local_steps, sgd=sgd)
-
-
-def run(optimizer, model, steps, skip=lambda rank, step: (), grads=gradients):
-    """Take steps with made-up gradients. Those that skip names are missing."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.items()}
-    for step in steps:
-        optimizer.zero_grad()
-        feed(model, grads(shapes, hvd.rank(), step), skip=skip(hvd.rank(), step))
-        optimizer.step()
 
 
 def learn(optimizer, model, steps, bad=(), forwards=None):

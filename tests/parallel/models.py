@@ -126,7 +126,7 @@ def wrap(library, model, lr=1.0, momentum=0.0, trained=None, options=None, metho
     return optimizer, compressor
 
 
-def take_steps(optimizer, model, steps, skips=lambda rank, step: (), passes=1, dtype=np.float32):
+def take_steps(optimizer, model, steps, skips=lambda rank, step: (), passes=1, grads=gradients):
     """Train with made-up gradients. skips: the parameters that have none on a rank."""
     from faces import hvd
 
@@ -134,8 +134,7 @@ def take_steps(optimizer, model, steps, skips=lambda rank, step: (), passes=1, d
     for step in steps:
         optimizer.zero_grad()
         for part in range(passes):
-            grads = gradients(shapes, rank, step * passes + part, dtype)
-            feed(model, grads, skips(rank, step))
+            feed(model, grads(shapes, rank, step * passes + part), skips(rank, step))
         optimizer.step()
 
 

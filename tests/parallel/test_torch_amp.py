@@ -7,7 +7,7 @@ import pytest
 import torch
 from devices import DEVICE
 from faces import horovods_alone, hvd, in_every_library, stock
-from models import same_on_all_ranks
+from models import same_on_all_ranks, wrap
 
 
 def small_net(dtype=torch.float32):
@@ -17,9 +17,7 @@ def small_net(dtype=torch.float32):
     ).to(dtype)
 
 
-def scalecom(library, net, **settings):
-    named = {"named_parameters": net.named_parameters()} if library is stock else {}
-    return hvd.ScaleCom(**named, **({"rate": 10, "min_numel": 100} | settings))
+SETTINGS = {"rate": 10, "min_numel": 100}
 
 
 def train(library, scaler, steps, overflow_at=(), **settings):
@@ -31,12 +29,8 @@ def train(library, scaler, steps, overflow_at=(), **settings):
         is the rank that chooses in this step.
     """
     net = small_net()
-    compressor = scalecom(library, net, loss_scale=scaler, **settings)
-    optimizer = library.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
-        net.named_parameters(),
-        compression=compressor,
-    )
+    model, settings = dict(net.named_parameters()), SETTINGS | {"loss_scale": scaler} | settings
+    optimizer, compressor = wrap(library, model, 0.05, 0.9, **settings)
     ahead = library is stock or compressor.config.lookahead
     taken, scales = 0, []
     for step in range(steps):
@@ -106,18 +100,21 @@ def test_a_run_with_overflows_ends_where_one_without_them_ends(library, mode):
     assert same_on_all_ranks(scaled.parameters())
 
 
-def train_half(library, make_compression, net_dtype, autocast, steps=5):
+def train_half(library, rate, net_dtype, autocast):
     """Take five steps in half precision, by autocast or by a model of that dtype.
 
-    Return the net and the compressor.
+    Return the net and the compressor. If rate is None, there is no compression.
     """
     net = small_net(net_dtype)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10, enabled=autocast is torch.float16)
-    compression = make_compression(net, scaler)
-    optimizer = library.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.05), net.named_parameters(), compression=compression
-    )
-    for step in range(steps):
+    model, compressor = dict(net.named_parameters()), None
+    if rate is None:
+        sgd = torch.optim.SGD(net.parameters(), lr=0.05)
+        optimizer = stock.DistributedOptimizer(sgd, model.items())
+    else:
+        settings = SETTINGS | {"rate": rate, "loss_scale": scaler}
+        optimizer, compressor = wrap(library, model, 0.05, **settings)
+    for step in range(5):
         optimizer.zero_grad()
         torch.manual_seed(step * 10 + hvd.rank())
         with torch.autocast(DEVICE, autocast, enabled=autocast is not None):
@@ -131,7 +128,7 @@ def train_half(library, make_compression, net_dtype, autocast, steps=5):
         with optimizer.skip_synchronize():
             scaler.step(optimizer)
         scaler.update()
-    return net, compression
+    return net, compressor
 
 
 @in_every_library
@@ -140,22 +137,14 @@ def train_half(library, make_compression, net_dtype, autocast, steps=5):
 def test_half_precision(library, dtype, form):
     """Residues are float32, whatever the gradient. At rate=1 the result is dense training's."""
     kind = (torch.float32, dtype) if form == "autocast" else (dtype, None)
-
-    def in_horovod(rate):
-        return train_half(
-            library,
-            lambda net, scaler: scalecom(library, net, loss_scale=scaler, rate=rate),
-            *kind,
-        )
-
-    net, compressor = in_horovod(10)
+    net, compressor = train_half(library, 10, *kind)
     residues = {name: tensor.residue for name, tensor in compressor.residues.tensors.items()}
     assert residues.keys() == {"0.weight", "2.weight"}
     assert all(residue.dtype == torch.float32 and residue.any() for residue in residues.values())
     assert same_on_all_ranks(net.parameters())
     if (form, dtype) != ("model", torch.bfloat16):  # Horovod's all-reduce takes no bfloat16
-        whole, _ = in_horovod(1)
-        dense, _ = train_half(stock, lambda net, scaler: stock.Compression.none, *kind)
+        whole, _ = train_half(library, 1, *kind)
+        dense, _ = train_half(library, None, *kind)
         for a, b in zip(whole.parameters(), dense.parameters(), strict=True):
             torch.testing.assert_close(
                 a, b, rtol=1e-2 if form == "model" else 1e-4, atol=1e-3 if form == "model" else 1e-5

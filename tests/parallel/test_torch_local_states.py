@@ -15,10 +15,9 @@ from local_models import (
     learn,
     make,
     method,
-    run,
     values_of,
 )
-from models import same_on_all_ranks, through_a_file
+from models import same_on_all_ranks, take_steps, through_a_file
 
 from scalecom_hvd.exchange.background_thread import wait_for_kept
 
@@ -70,7 +69,7 @@ def test_one_rank_saves_while_averages_travel_and_others_wait_for_it(compression
         model, compressor = begin(), method(compression, diagnostics=hvd.Diagnostics(1))
         optimizer, _ = make(model, compressor, **more)
         for step in range(16):
-            run(optimizer, model, [step])
+            take_steps(optimizer, model, [step])
             if saves and hvd.rank() == step % hvd.size():
                 compressor.state_dict()
             if saves and step == 8:
@@ -88,7 +87,7 @@ def test_ranks_drop_an_optimizer_at_different_times_while_averages_travel(compre
     model = begin()
     optimizer, compressor = make(model, compression, overlap=3)
     leader_of_the_second = 1
-    run(optimizer, model, range(7 if hvd.rank() == leader_of_the_second else 8))
+    take_steps(optimizer, model, range(7 if hvd.rank() == leader_of_the_second else 8))
     if hvd.rank() != leader_of_the_second:
         if hvd.rank() == 0:
             del optimizer, compressor
@@ -97,7 +96,7 @@ def test_ranks_drop_an_optimizer_at_different_times_while_averages_travel(compre
         wait_for_kept()
         return
     stock.barrier()
-    run(optimizer, model, [7])
+    take_steps(optimizer, model, [7])
     compressor.state_dict()  # waits for what rank 0 has to send
 
 
@@ -273,7 +272,7 @@ def test_an_elastic_states_optimizer_stays_each_ranks_own():
     optimizer, _ = make(model, momentum=MOMENTUM)
     state = stock.elastic.TorchState(optimizer=optimizer)
     state.sync()
-    run(optimizer, model, range(4), skip=lambda rank, step: ["third"] if rank == 0 else [])
+    take_steps(optimizer, model, range(4), skips=lambda rank, step: ["third"] if rank == 0 else [])
     momenta = momenta_of(optimizer, model)
     # with buffers that differ, ranks would broadcast different things
     assert ("third" in momenta) == (hvd.rank() != 0)

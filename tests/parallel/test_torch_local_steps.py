@@ -26,11 +26,17 @@ from local_models import (
     from_zero,
     make,
     method,
-    run,
     usable,
     values_of,
 )
-from models import assert_nothing_is_lost, came_in, feed, gradients, same_on_all_ranks
+from models import (
+    assert_nothing_is_lost,
+    came_in,
+    feed,
+    gradients,
+    same_on_all_ranks,
+    take_steps,
+)
 from oracles import methods as oracle
 from oracles.local_steps import LocalStepsReference, nesterov
 
@@ -84,7 +90,7 @@ def hold_to_the_oracle(compression, local_steps=4, steps=40, outers=None, **more
             {name: g.astype(start[name].dtype) for name, g in gradients(SHAPES, r, step).items()}
             for r in range(n)
         ]
-        run(optimizer, model, [step], grads=lambda *_: everyone[rank])  # noqa: B023
+        take_steps(optimizer, model, [step], grads=lambda *_: everyone[rank])  # noqa: B023
         if compressor.residues.buckets is not None:
             exchange.buckets = compressor.residues.buckets
         reference.step(everyone)
@@ -179,7 +185,7 @@ def test_one_local_step_with_sgd_is_the_ordinary_path(compression, op):
     for model, local_steps in ((ordinary, None), (local, 1)):
         compressor = method(compression, beta=1.0)
         optimizer, _ = make(model, compressor, local_steps, op=getattr(hvd, op))
-        run(optimizer, model, range(20), grads=exact)
+        take_steps(optimizer, model, range(20), grads=exact)
     assert equal(ordinary, local)
     assert local["first"].any()
 
@@ -315,7 +321,7 @@ def test_a_rank_that_goes_back_forgets_what_its_optimizer_gathered(kind):
 def test_parameters_that_are_not_finite_go_back_and_others_keep_theirs(compression, caplog):
     """What the other ranks changed is not lost: the next synchronisation sends it."""
     model, optimizer, compressor = from_zero(compression, 2)
-    run(optimizer, model, range(2))
+    take_steps(optimizer, model, range(2))
     common = values_of(model)
     residues = {n: tensor.residue.clone() for n, tensor in compressor.residues.tensors.items()}
 
@@ -325,7 +331,7 @@ def test_parameters_that_are_not_finite_go_back_and_others_keep_theirs(compressi
             grads["third"][7] = 1.2e30  # it is accepted, but twice this is too large for a residue
         return grads
 
-    run(optimizer, model, range(2, 4), grads=large)
+    take_steps(optimizer, model, range(2, 4), grads=large)
     assert (compressor.stats()["step"], compressor.stats()["skipped_steps"]) == (1, 1)
     own = came_in([] if hvd.rank() == 1 else [hvd.rank()], range(2, 4), SHAPES)
     for name, value in model.items():
@@ -335,7 +341,7 @@ def test_parameters_that_are_not_finite_go_back_and_others_keep_theirs(compressi
         torch.testing.assert_close(tensor.residue, residues[name], rtol=1e-5, atol=1e-5)
     assert ("this rank's parameters are not finite" in caplog.text) == (hvd.rank() == 1)
 
-    run(optimizer, model, range(4, 6))
+    take_steps(optimizer, model, range(4, 6))
     assert compressor.stats()["step"] == 2
     assert same_on_all_ranks(model.values())
     came = came_in(
@@ -361,7 +367,7 @@ def test_half_precision_loses_nothing_of_the_average():
         # resolves at 1.
         return {"weight": np.full(4000, 2.0**-10 if rank == 0 and step % 2 == 0 else 0.0)}
 
-    run(optimizer, model, range(8), grads=small)
+    take_steps(optimizer, model, range(8), grads=small)
     expected = torch.full((4000,), 1 - 4 * 2.0**-10 / hvd.size(), dtype=torch.float16)
     torch.testing.assert_close(model["weight"].detach(), expected, rtol=0, atol=2.0**-11)
     assert abs(model["weight"][0].item() - 1) > 2.0**-11
@@ -376,15 +382,15 @@ def test_frozen_parameters(compression):
     def skips(rank, step):
         return ["second"] if 3 <= step < 8 else []
 
-    run(optimizer, model, range(3))
+    take_steps(optimizer, model, range(3))
     model["second"].requires_grad_(False)
-    run(optimizer, model, [3], skips)
+    take_steps(optimizer, model, [3], skips)
     residue = compressor.residues.tensors["second"].residue
     before = values_of({"residue": residue, "value": model["second"]})
-    run(optimizer, model, range(4, 8), skips)
+    take_steps(optimizer, model, range(4, 8), skips)
     assert equal({"residue": residue, "value": model["second"]}, before)
     model["second"].requires_grad_(True)
-    run(optimizer, model, range(8, 12))
+    take_steps(optimizer, model, range(8, 12))
     assert not torch.equal(model["second"], before["value"])
     came = came_in(range(hvd.size()), range(12), SHAPES, skips)
     assert_nothing_is_lost(model, compressor, came, divisor=hvd.size())
@@ -406,7 +412,7 @@ def test_groups():
     model = begin()
     groups = [[model["first"], model["second"]], [model["third"], model["bias"]]]
     optimizer, compressor = make(model, local_steps=2, groups=groups)
-    run(optimizer, model, range(2))
+    take_steps(optimizer, model, range(2))
     assert compressor.residues.buckets[0] == ["first", "second"]
 
 
@@ -450,7 +456,7 @@ def test_synchronize_parameters_ends_a_round_where_a_script_evaluates(compressio
     optimizer, compressor = make(model, compression, **MORE[more])
     # Also after steps 4 and 8, as usual. Some averages of step 8 travel then.
     for steps, done in ((range(2), 1), (range(2, 8), 3), (range(8, 11), 4)):
-        run(optimizer, model, steps)
+        take_steps(optimizer, model, steps)
         assert not same_on_all_ranks(model.values()) or steps.stop == 8
         with torch.inference_mode():
             compressor.state_dict()
@@ -463,10 +469,10 @@ def test_synchronize_parameters_ends_a_round_where_a_script_evaluates(compressio
 def test_a_model_loaded_between_rounds_is_where_the_next_begins():
     model, fresh = begin(), begin()
     optimizer, _ = make(model, method("ScaleCom", dense=["*"]), 2)
-    run(optimizer, model, range(2))
+    take_steps(optimizer, model, range(2))
     copy_into(model, fresh)
-    run(optimizer, model, range(2))
-    run(make(fresh, method("ScaleCom", dense=["*"]), 2)[0], fresh, range(2))
+    take_steps(optimizer, model, range(2))
+    take_steps(make(fresh, method("ScaleCom", dense=["*"]), 2)[0], fresh, range(2))
     assert equal(model, fresh)
 
 
@@ -540,4 +546,4 @@ def test_the_first_step_is_refused_on_all_ranks(settings, change, message):
     if change is not None:
         change(model, optimizer)
     with pytest.raises(RuntimeError, match=message):
-        run(optimizer, model, [0])
+        take_steps(optimizer, model, [0])

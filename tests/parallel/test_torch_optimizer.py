@@ -4,6 +4,7 @@ test_torch_orders.py has orders of calls. Horovod's own optimizer is tested here
 promise of the drop-in holds there too.
 """
 
+import functools
 import time
 
 import horovod.torch as stock
@@ -67,9 +68,9 @@ def test_what_is_sent_whole_equals_stock_horovod(options, mode, dtype):
     passes = options.get("backward_passes_per_step", 1)
     shapes, kind = SHAPES | ODD_SHAPES, torch.as_tensor(np.zeros(1, dtype)).dtype
     ours, theirs = parameters(shapes, kind), parameters(shapes, kind)
-    take_steps(make(ours, mode, options)[0], ours, range(6), passes=passes, dtype=dtype)
-    plain = make_uncompressed(theirs, options)
-    take_steps(plain, theirs, range(6), passes=passes, dtype=dtype)
+    how = {"passes": passes, "grads": functools.partial(gradients, dtype=dtype)}
+    take_steps(make(ours, mode, options)[0], ours, range(6), **how)
+    take_steps(make_uncompressed(theirs, options), theirs, range(6), **how)
     for name in shapes:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-5)
     assert same_on_all_ranks(ours.values())
