@@ -109,6 +109,6 @@ class Monitor:
         self._files.write(numbers, step)
 
 
-def on(rank: Callable[[], int]) -> type[Monitor]:
+def for_face(rank: Callable[[], int]) -> type[Monitor]:
     """The Monitor of a face. rank: says which rank this is."""
     return type("Monitor", (Monitor,), {"_rank": staticmethod(rank), "__doc__": Monitor.__doc__})

@@ -23,7 +23,7 @@ from scalecom_hvd.ddp.optimizer import DistributedOptimizer, broadcast_parameter
 from scalecom_hvd.exchange import ScaleCom, public_names
 from scalecom_hvd.exchange.public_names import *  # noqa: F403
 
-Monitor = _monitoring.on(lambda: _dist.get_rank() if _dist.is_initialized() else 0)
+Monitor = _monitoring.for_face(lambda: _dist.get_rank() if _dist.is_initialized() else 0)
 
 __all__ = ["DistributedOptimizer", "Monitor", "PerRank", "broadcast_parameters"]
 __all__ += ["ScaleCom", "ScaleComState", "scalecom_hook"]

@@ -206,7 +206,7 @@ class ProcessGroupCollectives:
             )
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         self.size, self.position = len(ranks), dist.get_rank(group)
-        self._sums = sums
+        self.share = 1.0 if sums else 1 / self.size
         self._backends = {"cpu": "gloo"}
         self._backends |= {device.type: _backend_for(device, group) for device in devices}
         self._timeout = _timeout_of(group, self._backends)
@@ -267,10 +267,6 @@ class ProcessGroupCollectives:
         _hold(group.allreduce([torch.zeros(1, device="cpu")]), group)
         return group
 
-    @property
-    def share(self) -> float:
-        return 1.0 if self._sums else 1 / self.size
-
     def restarts(self) -> Callable[[], bool]:
         """A function that returns False: ranks are never restarted within a process."""
         return lambda: False
@@ -298,7 +294,7 @@ class ProcessGroupCollectives:
         return ProcessGroupWork(name, group, group.broadcast([buffer], options), buffer)
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> ProcessGroupWork:
-        divides = not self._sums and buffer.dtype != torch.int32
+        divides = self.share != 1 and buffer.dtype != torch.int32
         then = (lambda total: total.mul_(self.share)) if divides else None
         group = self._group_for(buffer)
         return ProcessGroupWork(name, group, group.allreduce([buffer]), buffer, then)

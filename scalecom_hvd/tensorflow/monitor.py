@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from scalecom_hvd import monitoring
 
-Monitor = monitoring.on(horovod.rank)
+Monitor = monitoring.for_face(horovod.rank)
 
 
 class MonitorCallback(tf.keras.callbacks.Callback):

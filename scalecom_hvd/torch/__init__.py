@@ -29,7 +29,7 @@ from scalecom_hvd.torch.optimizer import DistributedOptimizer as DistributedOpti
 from scalecom_hvd.torch.optimizer import broadcast_parameters as broadcast_parameters
 
 globals().update(_named_collectives())
-Monitor = _monitoring.on(_horovod.rank)
+Monitor = _monitoring.for_face(_horovod.rank)
 
 
 def join(device: int = -1) -> int:

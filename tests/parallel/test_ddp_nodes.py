@@ -108,7 +108,7 @@ def test_ranks_submit_everything_in_one_order(kind, monkeypatch):
 
         def noted(self, buffer, *rest, method=method):
             if buffer.device.type == DEVICE:
-                order.append("node" if self._sums else "peers")
+                order.append("node" if self.share == 1 else "peers")
             return method(self, buffer, *rest)
 
         monkeypatch.setattr(ProcessGroupCollectives, name, noted)
