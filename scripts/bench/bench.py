@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where code_version.
 
 import code_version
 import hosts
-from bench_worker import ALONE, DDP, LOCAL, METHODS, UNDER_TORCHRUN
+from bench_worker import ALONE, DDP, LOCAL, METHODS, RUNGS, UNDER_TORCHRUN
 from tqdm import tqdm
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -92,6 +92,11 @@ DDP_JOBS = [
 ]
 
 
+# Every rung of the ladder, and the one that rate="auto" takes.
+RUNG_JOBS = [
+    Job("transformer", n_hosts, (100, 1000, 10_000, 0), (ALONE, "DDP dense", *RUNGS), 3.0)
+    for n_hosts in (2, 4)
+]
 # docs/speed.md asks `plan` about this model's steps.
 GPT2_JOBS = [Job("gpt2", n_hosts, (1000,), HOROVOD, 10.0) for n_hosts in (2, 4)]
 
@@ -236,7 +241,8 @@ def table(results: list[Result]) -> str:
                 f"{r['step_ms']:8.0f} {r['exposed_ms']:10.1f} {r['bytes'] / 1e6:8.2f} "
                 f"{r['exchange_cpu_ms']:7.0f} {r['longest_ms']:10.0f}"
             )
-            lines += [f"  {r['method']:38s} {numbers} {r['speedup']:8.1f}x"]
+            settled_on = f"  {r['stage']}" if "stage" in r else ""
+            lines += [f"  {r['method']:38s} {numbers} {r['speedup']:8.1f}x{settled_on}"]
     return "\n".join(lines[1:])
 
 
@@ -282,6 +288,7 @@ def main() -> int:
     parser.add_argument(
         "--ddp", action="store_true", help="only the jobs that compare DistributedDataParallel"
     )
+    parser.add_argument("--rungs", action="store_true", help="only the jobs of rate='auto'")
     parser.add_argument("--gpt2", action="store_true", help="only the jobs of GPT-2's shapes")
     parser.add_argument(
         "--output",
@@ -294,7 +301,7 @@ def main() -> int:
     if os.geteuid() == 0:
         hosts.install()
     some = [LOCAL_STEPS] * arguments.local_steps + DDP_JOBS * arguments.ddp
-    some += GPT2_JOBS * arguments.gpt2
+    some += GPT2_JOBS * arguments.gpt2 + RUNG_JOBS * arguments.rungs
     try:
         todo = some or list(jobs(arguments.quick))
         results = run_all(todo, arguments.output / "jobs", arguments.timeout)

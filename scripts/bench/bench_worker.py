@@ -31,12 +31,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import scalecom_hvd.ddp as ddp
 import scalecom_hvd.torch as hvd
+from scalecom_hvd.stages import LADDER, WHOLE
 
 IN_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 SETTLING_STEPS = 3
 # AdamW takes the square root of an element's second moment, which is slow while the moment is zero:
 # until the element has been sent for the first time. Of a whole run, that is the beginning.
 SETTLING_STEPS_OF_ADAMW = 100
+# rate="auto" looks for its rung at the speed that is measured.
+SETTLING_STEPS_OF_AUTO = 120
 LOCAL_TOP_K_RATE = 100
 # The paper's form: values are sent as they are.
 PAPER = {"bits": 32, "rate": 100}
@@ -111,7 +114,12 @@ DDP: dict[str, Callable[..., Any] | None] = {
     "DDP ScaleCom cyclic": _scalecom(),
     "DDP ScaleCom look-ahead": _scalecom(**SCALECOM["ScaleCom look-ahead"]),
 }
-UNDER_TORCHRUN = [ALONE, NO_STEP, *DDP, *RECIPES]
+# Every rung of rate="auto" by itself, but whole, and the one on which it settles.
+AUTO = "DDP ScaleCom, auto"
+RUNGS = {f"DDP ScaleCom, {s}": _scalecom(rate=s.rate, bits=s.bits) for s in LADDER[WHOLE + 1 :]}
+RUNGS[AUTO] = _scalecom(rate="auto")
+HOOKS = DDP | RUNGS
+UNDER_TORCHRUN = [ALONE, NO_STEP, *HOOKS, *RECIPES]
 UNDER_HOROVODRUN = [*METHODS, NO_STEP, *LOCAL]
 
 
@@ -131,7 +139,8 @@ class Training:
         self.local: LocalTopK | None = None
         # How many steps are a round, in which one step is unlike the others.
         self.round = 1
-        if method in DDP:
+        self.state: Any = None  # of ScaleCom's hook
+        if method in HOOKS:
             # PowerSGD's hook submits collectives when others have ended. Over Gloo, that order may
             # differ between ranks, so the hook dies if there is more than one bucket.
             whole = "PowerSGD" in method or method.endswith("one bucket")
@@ -139,8 +148,10 @@ class Training:
             self.model = DistributedDataParallel(
                 self.model, gradient_as_bucket_view=True, **one_bucket
             )
-            if DDP[method] is not None:
-                self.model.register_comm_hook(*DDP[method](self.model, **options))
+            make_hook = HOOKS[method]
+            if make_hook is not None:
+                self.state, hook = make_hook(self.model, **options)
+                self.model.register_comm_hook(self.state, hook)
         elif method in LOCAL:
             self.round, more, compression = LOCAL[method]
             self.optimizer = hvd.DistributedOptimizer(
@@ -269,16 +280,14 @@ def main() -> None:
     dist.init_process_group("gloo") if IN_TORCHRUN else hvd.init()
     torch.set_num_threads(1)
     for method in arguments.methods:
-        # The first step of look-ahead is sent whole, which would take long on a slow network.
-        shape(None)
-        training = Training(arguments.case, method, arguments.options)
-        # The first synchronisation of local steps allocates memory that later ones reuse.
-        settling = SETTLING_STEPS_OF_ADAMW if training.has_adamw else SETTLING_STEPS
-        for _ in range(max(settling, 2 * training.round)):
-            training.step()
+        training = settled(arguments, method)
         for mbit in arguments.mbit:
+            if method == AUTO:
+                training = settled(arguments, method)
             gather(torch.zeros(1))
             shape(mbit or None)
+            for _ in range(SETTLING_STEPS_OF_AUTO if method == AUTO else 0):
+                training.step()
             result = measure(training, arguments.seconds, 2, 40)
             result |= {
                 "case": arguments.case,
@@ -286,6 +295,8 @@ def main() -> None:
                 "hosts": size(),
                 "mbit": mbit,
             }
+            if method == AUTO:
+                result["stage"] = training.state.stats()["stage"]
             if method.startswith("ScaleCom") or method == "local top-k":
                 result["parts"] = parts(training, max(3, training.round))
             if rank() == 0:
@@ -294,6 +305,18 @@ def main() -> None:
         training.close()
         del training
         gc.collect()
+
+
+def settled(arguments: argparse.Namespace, method: str) -> Training:
+    """A training whose first steps are over."""
+    # The first step of look-ahead is sent whole, which would take long on a slow network.
+    shape(None)
+    training = Training(arguments.case, method, arguments.options)
+    # The first synchronisation of local steps allocates memory that later ones reuse.
+    settling = SETTLING_STEPS_OF_ADAMW if training.has_adamw else SETTLING_STEPS
+    for _ in range(max(settling, 2 * training.round)):
+        training.step()
+    return training
 
 
 def shape(mbit: float | None) -> None:
