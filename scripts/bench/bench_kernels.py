@@ -82,12 +82,12 @@ def in_plain_torch(make: Callable[[], Model]) -> Model:
         del os.environ["SCALECOM_KERNEL"]
 
 
-def candidates(rate: float, beta: float) -> dict[str, Callable[[], object]]:
+def candidates(rate: float, beta: float, bits: int) -> dict[str, Callable[[], object]]:
     """What is compared, each a call that goes once over the model."""
     shapes = [s for layer in transformer_shapes() for s in layer if math.prod(s) >= MIN_NUMEL]
-    model = Model(shapes, rate, beta)
-    half, bfloat = (Model(shapes, rate, beta, d) for d in (torch.float16, torch.bfloat16))
-    plain = in_plain_torch(lambda: Model(shapes, rate, beta))
+    model = Model(shapes, rate, beta, bits=bits)
+    half, bfloat = (Model(shapes, rate, beta, d, bits) for d in (torch.float16, torch.bfloat16))
+    plain = in_plain_torch(lambda: Model(shapes, rate, beta, bits=bits))
 
     def contiguous_chunks() -> None:
         for residue, grad in zip(model.residues, model.grads, strict=True):
@@ -136,10 +136,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", type=float, default=100)
     parser.add_argument("--beta", type=float, default=1.0)
+    parser.add_argument("--bits", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    tried = candidates(arguments.rate, arguments.beta)
+    tried = candidates(arguments.rate, arguments.beta, arguments.bits)
     times: dict[str, list[float]] = {name: [] for name in tried}
     for counted in [False] + [True] * arguments.rounds:
         for name, call in tried.items():
@@ -154,8 +155,8 @@ def main() -> None:
         medians["look-ahead step, leader"] + 3 * medians["step of other ranks"]
     ) / 4
     print(
-        f"24.8 M float32 residues, rate {arguments.rate:g}, beta {arguments.beta:g}, one core, "
-        f"medians of {arguments.rounds} rounds"
+        f"24.8 M float32 residues, rate {arguments.rate:g}, {arguments.bits} bits, beta "
+        f"{arguments.beta:g}, one core, medians of {arguments.rounds} rounds"
     )
     print(f"{'':46s} {'ms':>8s} {'ratio to the floor':>19s}")
     for name, median in medians.items():
