@@ -62,7 +62,7 @@ def add_training_options(parser: argparse.ArgumentParser, lr: float, **defaults:
 
     add = parser.add_argument_group("compression").add_argument
     add("--compression", choices=("none", "fp16", "scalecom"), default="scalecom", help="how")
-    add("--rate", type=float, help="ScaleCom: one gradient element in RATE is sent")
+    add("--rate", type=rate, help="ScaleCom: one element in RATE is sent; auto: it finds itself")
     add("--bits", type=int, help="ScaleCom: of a value that is sent")
     add("--beta", type=float, help="ScaleCom: of the residues' filter; 1: error feedback")
     add("--dense", metavar="GLOBS", help="ScaleCom: sent whole, as 'head*,*.bias', or 'none'")
@@ -110,6 +110,11 @@ def main(
     if hvd.rank() == 0:
         print(json.dumps(summary))
     hvd.shutdown()
+
+
+def rate(text: str) -> float | str:
+    """The value of --rate."""
+    return text if text == "auto" else float(text)
 
 
 def compression_from(args: argparse.Namespace, hvd: ModuleType) -> Any:
