@@ -14,6 +14,8 @@ from typing import Any
 
 from study_run import Run
 
+from scalecom_hvd.stages import LADDER
+
 RATE = 100
 # Tasks without local steps.
 SECOND = ("mobilenet", "transformer")
@@ -151,7 +153,7 @@ def cases(tasks: tuple[str, ...], seeds: tuple[int, ...], quick: bool) -> list[C
     """All cases of all experiments. Cases of several experiments may share runs."""
     own = [task for task in tasks if task not in SECOND][: 1 if quick else None]
     found = [*defaults(tasks, quick), *momentum(tasks, quick), *trials(tasks, quick)]
-    found += [*local(own, quick)]
+    found += [*local(own, quick), *rungs(tasks, quick)]
     if "lstm" in tasks:
         found += [*meetings(quick)]
     return [dataclasses.replace(case, runs=tuple(with_seeds(case, seeds, quick))) for case in found]
@@ -223,6 +225,18 @@ def momentum(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
             yield case("momentum", situation, "the defaults", task, "ScaleCom", **own)
             for nu in NUS[:2] if quick else NUS:
                 yield case("momentum", situation, "nu", task, "ScaleCom", nu, **own, nu=nu)
+
+
+def rungs(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """6. Every rung of the ladder that rate="auto" climbs."""
+    for situation in TUNED[1:2] if quick else TUNED:
+        task, fields = SITUATIONS[situation]
+        for rung in LADDER[:4] if quick else LADDER if asked_about(task, tasks) else ():
+            own = fields | ({"steps": 150} if quick else {})
+            if not rung.is_whole:
+                own |= LIBRARY | {"rate": rung.rate, "bits": rung.bits}
+            method = "dense" if rung.is_whole else "ScaleCom"
+            yield case("rungs", situation, str(rung), task, method, **own)
 
 
 def trials(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:

@@ -192,6 +192,7 @@ TABLES = {
     "local": Table(
         "Local steps and quantised values", "H", ("kB per step", "kB compressed", *TO_LOSS)
     ),
+    "rungs": Table("The rungs of rate='auto'", "", ("better", "kB per step")),
     "meetings": Table("Few meetings", "H", ("better", "kB per step", *TO_LOSS, *SLOWER, *SECONDS)),
 }
 
