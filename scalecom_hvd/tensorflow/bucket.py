@@ -32,7 +32,7 @@ class Now(NamedTuple):
     Attributes:
         step: its number.
         size, position: how many ranks there are, and which of them this one is.
-        scale: 1 / loss scale, or None for 1.
+        units: what a step's moves depend on besides the tensors.
         whole: whether it is sent whole; plain False if that is known when the graph is made.
         zero: a 0 that is computed from the step's number, so that TensorFlow cannot know it. All
             that is sent must depend on it, for two reasons. TensorFlow does not know that Horovod's
@@ -44,7 +44,7 @@ class Now(NamedTuple):
     step: tf.Tensor
     size: int | tf.Tensor
     position: int | tf.Tensor
-    scale: tf.Tensor | None
+    units: kernels.Units
     whole: bool | tf.Tensor
     zero: tf.Tensor
 
@@ -149,13 +149,12 @@ class Bucket:
         if self._config.lookahead and self.compressed:
             # For the next step's leader, the gradient just sent is the best guess.
             own = [grads[tensor.name] for tensor in self.compressed]
-            offered = self._kernel.choose(own, residues, self._units(now), self._chooses(now, 1))
+            offered = self._kernel.choose(own, residues, now.units, self._chooses(now, 1))
             chosen = self._split_choice(self._from_leader(offered))
         return BucketResult(averages, all_finite(averages), residues, chosen)
 
     def _average_values(self, grads: Mapping[str, tf.Tensor], now: Now) -> BucketResult:
         own = [grads[tensor.name] for tensor in self.compressed]
-        units = self._units(now)
         chosen: list[tf.Tensor] = []
         updated: list[tf.Tensor] = []
         parts: list[tf.Tensor] = []
@@ -166,9 +165,9 @@ class Bucket:
             if self._config.lookahead:
                 choice, chooses = self._held_choice(), self._chooses(now, 1)
             else:
-                offered = self._kernel.choose(own, residues, units, self._chooses(now, 0))
+                offered = self._kernel.choose(own, residues, now.units, self._chooses(now, 0))
                 choice = self._from_leader(offered)
-            after = self._kernel.take_and_accumulate(own, residues, units, chooses, choice)
+            after = self._kernel.take_and_accumulate(own, residues, now.units, chooses, choice)
             updated, values, offered, bad = list(after[0]), *after[1:]
             if self._config.lookahead:
                 chosen = self._split_choice(self._from_leader(offered))
@@ -191,7 +190,7 @@ class Bucket:
             for name, average in zip(self.dense, dense, strict=True)
         }
         if self.compressed:
-            scattered = self._kernel.scatter(own, units, choice, values)
+            scattered = self._kernel.scatter(own, now.units, choice, values)
             names = [tensor.name for tensor in self.compressed]
             averages |= dict(zip(names, scattered, strict=True))
         # The range of float16 is narrower than that of the dtype that was averaged.
@@ -213,9 +212,6 @@ class Bucket:
             scales = kernels.scale_of_each(choice[self.layout.scales[own.name]], part, own.dtype)
             scaled.append(kernels.times_scales(part, scales))
         return self._transport.share_of(tf.concat(scaled, 0), now.size), summed[-1:]
-
-    def _units(self, now: Now) -> kernels.Units:
-        return kernels.Units(self._config.beta, now.scale, self._config.extra)
 
     def _chooses(self, now: Now, later: int) -> tf.Tensor:
         """Whether this rank is the leader `later` steps from now."""

@@ -40,6 +40,7 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.recent_norms import KEPT, LEAST, SMALLEST
 from scalecom_hvd.schedule import leader
 from scalecom_hvd.tensorflow.bucket import Bucket, Now
+from scalecom_hvd.tensorflow.kernels import Units
 from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, set_value, value_of
 from scalecom_hvd.tensorflow.transport import Arguments, Transport
 from scalecom_hvd.training_warnings import (
@@ -279,7 +280,8 @@ class Exchange:
         size, position = self._transport.size_and_position()
         unscaling = None if scale is None else 1 / tf.cast(scale, tf.float64)
         whole, zero = self._must_send_whole(step), tf.minimum(step, 0)
-        now = Now(step, size, position, unscaling, whole, zero)
+        units = Units(self.config.beta, unscaling, self.config.extra)
+        now = Now(step, size, position, units, whole, zero)
         results = [bucket.average(flat, now) for bucket in self.buckets]
         sound = tf.reduce_all([others_are_finite, *(result.sound for result in results)])
 
@@ -320,7 +322,7 @@ class Exchange:
         if not tensors:
             return tf.no_op()
         norms = tf.stack([_norm(grads[tensor.name]) for tensor in tensors])
-        norms *= 1.0 if now.scale is None else now.scale
+        norms *= 1.0 if now.units.scale is None else now.units.scale
         recent = tf.stack([tensor.recent.read_value() for tensor in tensors], 1)
         longest, count, outliers = tf.unstack(recent)
         counts = (norms >= SMALLEST) & tf.math.is_finite(norms)
@@ -349,7 +351,7 @@ class Exchange:
         def look() -> tf.Operation:
             names = [tensor.name for bucket in self.buckets for tensor in bucket.compressed]
             gradients = tf.norm(tf.stack([_norm(grads[name]) for name in names]))
-            gradients *= 1.0 if now.scale is None else now.scale
+            gradients *= 1.0 if now.units.scale is None else now.units.scale
             waits = tf.norm(tf.stack([_norm(own) for own in residues])) / self.config.beta
             newest = tf.stack([[waits], [gradients]])
             norms = tf.concat([self.progress.norms.read_value()[:, 1:], newest], 1)

@@ -87,18 +87,13 @@ def wrap(theirs: Callable[..., Any], given: dict[str, Any]) -> Any:
         return theirs(**given)
     if of_tensorflow_1:
         raise TypeError(TENSORFLOW_1)
-    return _keras_optimizer(**given)
-
-
-def _keras_optimizer(
-    optimizer: Any, compression: Any, use_locking: bool = False, **given: Any
-) -> Any:
-    """horovod.tensorflow.keras.DistributedOptimizer with ScaleCom. use_locking: ignored."""
     if isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
         raise TypeError(_LOSS_SCALE_INSIDE)
     compressor = compression if isinstance(compression, ScaleCom) else compression()
+    # Only optimizers of TensorFlow 1 have locks.
+    given = {what: given[what] for what in given.keys() - {"compression", "use_locking"}}
     arguments = _take_arguments(given)
-    wrapped = horovod_keras.DistributedOptimizer(optimizer, **given)
+    wrapped = horovod_keras.DistributedOptimizer(**given)
     reduce = reduction(compressor, arguments, wrapped._name)
     # Horovod makes a class for every optimizer it wraps, so this changes no other. Keras makes new
     # objects of the class (from_config).
