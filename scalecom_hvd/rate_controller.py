@@ -17,6 +17,7 @@ and fed by numbers: tests bring their own networks. Imports stages.
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 
 from scalecom_hvd.stages import LADDER, START, WHOLE
@@ -27,8 +28,11 @@ log = logging.getLogger("scalecom_hvd")
 WINDOW, SETTLED_WINDOW, SKIPPED = 16, 200, 3
 # A rung that is this much slower in so few steps is left at once.
 HOPELESS, FEW = 1.5, 3
-# What counts as no slower, and as faster: the times of equal steps differ by less.
-SAME, FASTER = 1.03, 0.97
+# What counts as no slower. The times of equal steps differ by less on a machine that is not idle.
+SAME = 1.05
+# Rungs after START cost accuracy in runs of some hundred steps (docs/results.md). So each must make
+# steps this much shorter than the rung before it.
+SHORTER = 0.9
 # Shares of a step. Less exposed time is not worth a sparser rung, and more is.
 MUCH_EXPOSED = 0.1
 # Whole steps are tried if they are not expected to take more times as long as the fastest.
@@ -84,7 +88,7 @@ class RateController:
         return self.rung
 
     def _is_hopeless(self) -> bool:
-        fastest = min(self._times.values(), default=float("inf"))
+        fastest = min(self._times.values(), default=math.inf)
         return min(seconds for seconds, _ in self._window) > HOPELESS * fastest
 
     def _decide(self, time: float) -> None:
@@ -98,25 +102,29 @@ class RateController:
         self._go(rung, f"{why} ({time:.3g} s a step, {self._exposed:.0%} of it exposed)")
 
     def _next(self) -> tuple[int, str]:
-        times, rung = self._times, self.rung
+        rung = self.rung
+        sparsest, densest = max(self._times), min(self._times.keys() - {WHOLE}, default=rung)
+        times = {rung: time for rung, time in self._times.items() if self._is_worth_it(rung)}
         fastest = min(times.values())
-        sparsest, densest = max(times), min(times.keys() - {WHOLE}, default=rung)
-        gains = rung - 1 not in times or times[rung] <= FASTER * times[rung - 1]
-        if rung == sparsest < len(LADDER) - 1 and self._exposed > MUCH_EXPOSED and gains:
+        if rung == sparsest < len(LADDER) - 1 and self._exposed > MUCH_EXPOSED and rung in times:
             return rung + 1, "much is exposed"
-        if densest > WHOLE + 1 and times[densest] <= SAME * fastest:
+        if densest > WHOLE + 1 and self._times[densest] <= SAME * fastest:
             return densest - 1, "denser steps may cost nothing"
         if WHOLE not in times and self._expected_whole() <= WORTH_A_TRY * fastest:
             return WHOLE, "whole steps may cost nothing"
         best = min(rung for rung, time in times.items() if time <= SAME * fastest)
         return best, "the densest that is not slower"
 
+    def _is_worth_it(self, rung: int) -> bool:
+        denser = self._times.get(rung - 1, math.inf)
+        return rung <= START or self._times[rung] <= SHORTER * denser
+
     def _expected_whole(self) -> float:
         """The time of a whole step, by what the densest and the sparsest rung cost so far."""
         sent = {rung: LADDER[rung].bytes_of(self._ranks) for rung in self._times}
         dense, sparse = min(sent), max(sent)
         if dense == sparse:
-            return float("inf")
+            return math.inf
         slower = max(self._times[dense] - SAME * self._times[sparse], 0.0)
         more = LADDER[WHOLE].bytes_of(self._ranks) - sent[dense]
         return self._times[dense] + slower / (sent[dense] - sent[sparse]) * more
