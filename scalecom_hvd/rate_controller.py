@@ -37,6 +37,7 @@ SHORTER = 0.9
 MUCH_EXPOSED = 0.1
 # Whole steps are tried if they are not expected to take more times as long as the fastest.
 WORTH_A_TRY = 2.5
+FROM_BYTES = 4
 # A settled controller searches again if the time of a step has changed by this share.
 CHANGED = 0.2
 
@@ -120,14 +121,16 @@ class RateController:
         return rung <= START or self._times[rung] <= SHORTER * denser
 
     def _expected_whole(self) -> float:
-        """The time of a whole step, by what the densest and the sparsest rung cost so far."""
-        sent = {rung: LADDER[rung].bytes_of(self._ranks) for rung in self._times}
-        dense, sparse = min(sent), max(sent)
+        """The time of a whole step, by what bytes cost on the rungs so far."""
+        # Denser rungs than these are mostly slower because of their kernels.
+        known = [rung for rung in self._times if rung >= FROM_BYTES]
+        dense, sparse = min(known, default=0), max(known, default=0)
         if dense == sparse:
             return math.inf
+        sent = {rung: LADDER[rung].bytes_of(self._ranks) for rung in (WHOLE, dense, sparse)}
         slower = max(self._times[dense] - SAME * self._times[sparse], 0.0)
-        more = LADDER[WHOLE].bytes_of(self._ranks) - sent[dense]
-        return self._times[dense] + slower / (sent[dense] - sent[sparse]) * more
+        share = (sent[WHOLE] - sent[dense]) / (sent[dense] - sent[sparse])
+        return self._times[dense] + slower * share
 
     def _go(self, rung: int, why: str) -> None:
         self.reason = why

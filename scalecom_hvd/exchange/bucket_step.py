@@ -57,6 +57,7 @@ class BucketStep:
         bad: how many elements of this step's gradients and values are not finite, or too large.
             They count as zero here, and all ranks skip the step.
         has_received: whether the step was told its averages.
+        sound: () whether it counts, once it is checked.
         norms: (number of `compressed`,) of the gradients, in the residues' units. The host does not
             wait for them. If the step is sent whole, nobody needs them: (0,).
 
@@ -84,6 +85,7 @@ class BucketStep:
         check_sizes(self.grads, like)
         self.frozen = [name in idle for name in self.compressed]
         self.bad: Count = 0
+        self.sound: torch.Tensor | None = None
         self.has_received = self._has_chosen = self._in_place = self._committed = False
         self._job: Job | None = None
         self._apart: Accumulators | None = None
@@ -307,12 +309,12 @@ class BucketStep:
         if self.tensors and not (self.whole or self._in_place):
             self._accumulated()  # a method may have asked for nothing
         values = self._bucket.whole_values if self.whole else self._bucket.values
-        bad = values.fill(self.grads)
+        values.fill(self.grads)
         if self._used is not None:
             values.flags[: len(self.names)] = self._used
         if self._vote is not None:
             values.flags[-1] = self._vote
-        values.buffer[-1] = (self.bad + bad) != 0
+        values.buffer[-1] = self.bad != 0
         skipped = 0 if self.whole or self._in_place else self._bucket.values.averages.numel()
         self._reduced, self._averaged = values, values.buffer[skipped:]
         return self._averaged
@@ -340,11 +342,11 @@ class BucketStep:
         total = self._reduced.flags[-1]
         return total / self._bucket.share if total.is_floating_point() else total
 
-    def is_sound(self) -> torch.Tensor:
-        """Whether the step counts, as a 0-dimensional tensor that is the same on all ranks.
+    def check(self) -> None:
+        """Set `sound`, when the averages have arrived: whether the step counts, on all ranks alike.
 
-        The step counts if all workers' gradients are finite, and all averages are finite in the
-        gradients' dtype.
+        It counts if all workers' gradients are finite, and all averages are finite in the
+        gradients' dtype. The host does not wait for its device.
         """
         averages = [self._averaged]
         if self._received is not None and self._bucket.levels:
@@ -358,7 +360,7 @@ class BucketStep:
         sound = sound & (self._reduced.buffer[-1] == 0)
         for average in self._averages_of_halves():
             sound = sound & average.half().isfinite().all()
-        return sound
+        self.sound = sound
 
     def _averages_of_halves(self) -> Iterable[torch.Tensor]:
         """The averages of float16 gradients, in the gradients' units."""
@@ -466,7 +468,7 @@ def outcome(
     Returns:
         Whether the step is sound, the names of tensors that no rank has used, and the votes' sum.
     """
-    sound = [step.is_sound() for step in steps]
+    sound = [step.sound for step in steps]
     sound += [values.isfinite().all() for values in others]
     told = [step for step in steps if step.flags is not None]
     asked = [*(step.norms for step in steps), *(step.flags for step in told)]

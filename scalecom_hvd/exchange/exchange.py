@@ -418,6 +418,7 @@ class Exchange(Averager):
             progress.new_state = yield from checked_step(self._method, step, collectives, state)
         if not collectives.sent_values:
             yield from collectives.average_taken()
+        step.check()
 
     def _state(self, bucket: Bucket) -> State:
         run, now = self._method.run, self.residues.step

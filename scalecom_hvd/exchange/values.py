@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from scalecom_hvd.exchange.kernels.base import Count
 from scalecom_hvd.integers import field_bits, fields_per_word, words_of
 
 
@@ -42,20 +41,17 @@ class Values:
         self.buffer = torch.zeros(n_values + n_whole + n_flags + 1, dtype=dtype, device=device)
         self.averages = self.buffer[:n_values]
         self.compressed = torch.zeros_like(self.averages)
-        self._all_whole, self.flags = self.buffer[n_values:-1].split([n_whole, n_flags])
-        self.whole = dict(zip(whole, self._all_whole.split(sizes), strict=True))
+        all_whole, self.flags = self.buffer[n_values:-1].split([n_whole, n_flags])
+        self.whole = dict(zip(whole, all_whole.split(sizes), strict=True))
 
-    def fill(self, grads: Mapping[str, torch.Tensor]) -> Count:
+    def fill(self, grads: Mapping[str, torch.Tensor]) -> None:
         """Copy in the values and the tensors sent whole.
 
-        Returns whether something in the latter is not finite.
+        If something in the latter is not finite, the average is not finite either.
         """
         self.averages.copy_(self.compressed)
-        if not self.whole:
-            return 0
-        torch._foreach_copy_(list(self.whole.values()), [grads[name] for name in self.whole])
-        # Looked at in the wire dtype, because what overflows there is not finite either.
-        return ~self._all_whole.isfinite().all()
+        if self.whole:
+            torch._foreach_copy_(list(self.whole.values()), [grads[name] for name in self.whole])
 
 
 class IntegerValues:
@@ -90,13 +86,12 @@ class IntegerValues:
         fields = torch.arange(self._fields, dtype=torch.int32, device=device)
         self._shifts = (self._bits * fields)[:, None]
 
-    def fill(self, grads: object) -> Count:
-        """Pack this rank's integers into words. None of them can be bad."""
+    def fill(self, grads: object) -> None:
+        """Pack this rank's integers into words."""
         # All fields are packed in a few launches: on an accelerator, launches take the time.
         fields = self._sums.view(self._fields, -1).copy_(self._padded.view(self._fields, -1))
         fields.add_(self._levels).bitwise_left_shift_(self._shifts)
         torch.sum(fields, 0, dtype=torch.int32, out=self.averages)
-        return 0
 
     def sums(self) -> torch.Tensor:
         """(n_values,) int32: the sums of all ranks' integers, once the buffer was summed."""

@@ -389,7 +389,7 @@ def test_a_step_that_does_not_count_leaves_the_state(why, monkeypatch):
 
         feed(model, grads)
         with monkeypatch.context() as patch, pytest.raises(hvd.HorovodInternalError):
-            patch.setattr(BucketStep, "is_sound", lost)  # all is averaged, but nothing counts yet
+            patch.setattr(BucketStep, "check", lost)  # all is averaged, but nothing counts yet
             optimizer.synchronize()
         optimizer.load_state_dict(optimizer.state_dict())  # Horovod drops its handles
         # What must be equal on all ranks begins anew.
