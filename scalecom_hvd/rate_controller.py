@@ -29,7 +29,7 @@ WINDOW, SETTLED_WINDOW, SKIPPED = 16, 200, 3
 # A rung that is this much slower in so few steps is left at once.
 HOPELESS, FEW = 1.5, 3
 # What counts as no slower. The times of equal steps differ by less on a machine that is not idle.
-SAME = 1.05
+SAME = 1.03
 # Rungs after START cost accuracy in runs of some hundred steps (docs/results.md). So each must make
 # steps this much shorter than the rung before it.
 SHORTER = 0.9
