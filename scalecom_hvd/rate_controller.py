@@ -10,8 +10,8 @@ medians, and climbs from rung to rung:
   small messages may cost more than they save, and without them all of that is gone.
 
 Then it stays on the densest rung that is hardly slower than the fastest, and tries no other before
-the time of a step has changed. So no run is slower than dense training for long. Framework-free,
-and fed by numbers: tests bring their own networks. Imports stages.
+the time of a step has changed. Framework-free, and fed by numbers: tests bring their own networks.
+Imports stages.
 """
 
 from __future__ import annotations
