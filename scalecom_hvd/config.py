@@ -373,7 +373,7 @@ class ScaleComConfig:
     @property
     def stages(self) -> list[tuple[int, Stage]]:
         """The first step of each stage, and what it sends. With rate="auto": of the first rung."""
-        own = self.resolved()
+        own = self.resolved() if None in (self.rate, self.bits) else self
         if own.rate == "auto":
             return [(0, LADDER[START])]
         rates = own.rate if isinstance(own.rate, Mapping) else {0: own.rate}

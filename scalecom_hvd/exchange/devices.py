@@ -187,26 +187,25 @@ class Timer:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = [device for device in dict.fromkeys(devices) if device.type not in _HOSTS]
-        self._began = self._seconds = 0.0
-        self._events: list[tuple[torch.Event, torch.Event]] = []
+        self._began = self._ended = 0.0
+        self._first: list[torch.Event] = []
+        self._last: list[torch.Event] = []
 
     def start(self) -> None:
         """Begin to wait: the current streams hold everything that is not to be counted."""
-        self._began = time.perf_counter()
-        self._events = [(self._now(device), None) for device in self._devices]
+        self._began, self._first = time.perf_counter(), list(map(self._now, self._devices))
 
     def stop(self) -> None:
         """Note that the wait is over: the current streams hold all that was waited for."""
-        self._seconds = time.perf_counter() - self._began
-        self._events = [(event, self._now(event.device)) for event, _ in self._events]
+        self._ended, self._last = time.perf_counter(), list(map(self._now, self._devices))
 
     def seconds(self) -> float:
         """How long it took. The host waits for the devices, which have mostly finished."""
-        if not self._events:
-            return self._seconds
-        for _, end in self._events:
-            end.synchronize()
-        return max(begin.elapsed_time(end) for begin, end in self._events) / 1000
+        for event in self._last:
+            event.synchronize()
+        pairs = zip(self._first, self._last, strict=True)
+        waited = [first.elapsed_time(last) / 1000 for first, last in pairs]
+        return max(waited, default=self._ended - self._began)
 
     def _now(self, device: torch.device) -> torch.Event:
         event = torch.Event(device, enable_timing=True)

@@ -146,12 +146,10 @@ class Residues:
         begun = [stage for first, stage in stages[1:] if exchanges_in(first) <= step]
         return begun[-1] if begun else stages[0][1]
 
-    def take_rung(self, rung: int) -> bool:
-        """Go on on this rung from the coming step on. Return whether it is another one."""
-        if rung == self.rung:
-            return False
-        self.rung, self.rung_since = rung, self.step
-        return True
+    def take_rung(self, rung: int) -> None:
+        """Go on on this rung from the coming step on."""
+        if rung != self.rung:
+            self.rung, self.rung_since = rung, self.step
 
     def enter_stage(self) -> bool:
         """Give tensors the lanes of the coming step. Return whether some had others before.
