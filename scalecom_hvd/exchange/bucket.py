@@ -106,7 +106,8 @@ class Bucket:
         lengths = self.layout.n_values, self._n_flags
         self.values: Values | IntegerValues
         if self.levels:
-            self.values = IntegerValues(*lengths, self.levels, ranks, self._device)
+            kind = self.residue_dtype
+            self.values = IntegerValues(*lengths, self.levels, ranks, self._device, kind)
         else:
             self.values = Values(*lengths, dense, wire, self._device)
         # The index of each value's scale. A CPU is faster without it, tensor by tensor.
@@ -152,7 +153,10 @@ class Bucket:
         """The averages (k,) of values that were taken at these offsets, once they have arrived."""
         if isinstance(self.values, Values):
             return self.values.averages
-        return self.scaled(self.values.sums(), offsets).mul_(self.share)
+        averages = self.values.averages_of(self.slots, offsets, self.share)
+        if averages is None:
+            averages = self.scaled(self.values.sums(), offsets).mul_(self.share)
+        return averages
 
     def scaled(self, sums: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Sums of integers (k,), times the scales that travel with the offsets."""

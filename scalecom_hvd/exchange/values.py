@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from scalecom_hvd import native
+from scalecom_hvd.exchange.kernels.base import TensorSlot
+from scalecom_hvd.exchange.kernels.choice import packs_in_c
 from scalecom_hvd.integers import field_bits, fields_per_word, words_of
 
 
@@ -62,6 +65,7 @@ class IntegerValues:
         levels: L.
         ranks: how many ranks there are.
         device: the buffer's device.
+        dtype: of the averages.
 
     Attributes:
         compressed: (n_values,) int8: this rank's integers, which kernels write.
@@ -71,7 +75,13 @@ class IntegerValues:
     """
 
     def __init__(
-        self, n_values: int, n_flags: int, levels: int, ranks: int, device: torch.device
+        self,
+        n_values: int,
+        n_flags: int,
+        levels: int,
+        ranks: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self._levels, self._ranks = levels, ranks
         self._bits, self._fields = field_bits(levels, ranks), fields_per_word(levels, ranks)
@@ -82,16 +92,45 @@ class IntegerValues:
         self._padded = torch.zeros(n_words * self._fields, dtype=torch.int8, device=device)
         self.compressed = self._padded[:n_values]
         self.whole: dict[str, torch.Tensor] = {}
-        self._sums = torch.empty_like(self._padded, dtype=torch.int32)
+        self._library = native.library() if packs_in_c(device) else None
+        in_c, elsewhere = (n_values, 0) if self._library else (0, len(self._padded))
+        self._averages = torch.empty(in_c, dtype=dtype, device=device)
+        self._sums = torch.empty(elsewhere, dtype=torch.int32, device=device)
         fields = torch.arange(self._fields, dtype=torch.int32, device=device)
         self._shifts = (self._bits * fields)[:, None]
 
     def fill(self, grads: object) -> None:
         """Pack this rank's integers into words."""
+        if self._library is not None:
+            layout = len(self.averages), self._fields, self._bits, self._levels
+            own, words = self._padded.data_ptr(), self.averages.data_ptr()
+            self._library.scalecom_pack(own, *layout, words)
+            return
         # All fields are packed in a few launches: on an accelerator, launches take the time.
         fields = self._sums.view(self._fields, -1).copy_(self._padded.view(self._fields, -1))
         fields.add_(self._levels).bitwise_left_shift_(self._shifts)
         torch.sum(fields, 0, dtype=torch.int32, out=self.averages)
+
+    def averages_of(
+        self, slots: Sequence[TensorSlot], offsets: torch.Tensor, share: float
+    ) -> torch.Tensor | None:
+        """(n_values,): sums times scales and share, as C computes them. None: C does not.
+
+        Args:
+            slots: of the tensors.
+            offsets: the buffer with their scales.
+            share: the factor that turns a sum over ranks into the average.
+        """
+        if self._library is None:
+            return None
+        of_words = self.averages.data_ptr(), len(self.averages), self._bits
+        is_double = self._averages.dtype == torch.float64
+        for slot in slots:
+            place = self._levels * self._ranks, slot.values_at, slot.geometry.k
+            scales, own = slot.scales(offsets), slot.values(self._averages)
+            to = scales.data_ptr(), share, is_double, own.data_ptr()
+            self._library.scalecom_unpack(*of_words, *place, *to)
+        return self._averages
 
     def sums(self) -> torch.Tensor:
         """(n_values,) int32: the sums of all ranks' integers, once the buffer was summed."""

@@ -58,6 +58,8 @@ _SIGNATURES = {
     "scalecom_take_and_accumulate": [*_TENSORS, *[_REAL] * 3, *_VALUES, _POINTER],
     "scalecom_scatter": [*_TENSORS, _REAL, *_VALUES],
     "scalecom_roll_back": [*_TENSORS, _REAL, _REAL, *_VALUES, _INT],
+    "scalecom_pack": [_POINTER, *[_LONG] * 4, _POINTER],
+    "scalecom_unpack": [_POINTER, *[_LONG] * 5, _POINTER, _REAL, _INT, _POINTER],
 }
 
 

@@ -274,3 +274,41 @@ int64_t scalecom_roll_back(const tensor *tensors, int64_t count, double beta, do
     EACH(roll_back, beta, scale, offsets, values, keeps_gradients)
     return total;
 }
+
+/* Words of fields, as integers.py lays them out. A chunk of words stays in the first cache. */
+#define WORDS 2048
+
+CLONES int64_t scalecom_pack(const int8_t *values, int64_t words, int64_t fields, int64_t bits,
+                             int64_t levels, uint32_t *packed) {
+    for (int64_t begin = 0; begin < words; begin += WORDS) {
+        int64_t end = begin + WORDS < words ? begin + WORDS : words;
+        for (int64_t field = 0; field < fields; field++) {
+            const int8_t *own = values + field * words;
+            int shift = (int)(field * bits), add = (int)levels;
+            if (!field) memset(packed + begin, 0, (size_t)(end - begin) * 4);
+            for (int64_t w = begin; w < end; w++) packed[w] |= (uint32_t)(own[w] + add) << shift;
+        }
+    }
+    return 0;
+}
+
+#define UNPACK(REAL)                                                                     \
+    for (int64_t l = 0; l < count;) {                                                    \
+        int64_t field = (first + l) / words, end = (l / BLOCK + 1) * BLOCK;              \
+        if (end > (field + 1) * words - first) end = (field + 1) * words - first;        \
+        if (end > count) end = count;                                                    \
+        const uint32_t *own = packed + first - field * words;                            \
+        int shift = (int)(field * bits);                                                 \
+        REAL scale = scales[l / BLOCK], of_sum = (REAL)share, *out = averages;           \
+        for (; l < end; l++)                                                             \
+            out[l] = (REAL)((int32_t)(own[l] >> shift & mask) - zero) * scale * of_sum;  \
+    }
+
+CLONES int64_t scalecom_unpack(const uint32_t *packed, int64_t words, int64_t bits, int64_t zeros,
+                               int64_t first, int64_t count, const float *scales, double share,
+                               int is_double, void *averages) {
+    uint32_t mask = (1u << bits) - 1;
+    int32_t zero = (int32_t)zeros;
+    if (is_double) { UNPACK(double) } else { UNPACK(float) }
+    return 0;
+}

@@ -48,5 +48,13 @@ int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, con
  * Gives what was there before, to rounding. */
 int64_t scalecom_roll_back(const tensor *tensors, int64_t count, double beta, double scale,
                            const void *offsets, const void *values, int keeps_gradients);
+/* packed (words) <- integers of few bits, -levels to levels, several to a word. */
+int64_t scalecom_pack(const int8_t *values, int64_t words, int64_t fields, int64_t bits,
+                      int64_t levels, uint32_t *packed);
+/* averages <- (sum - zeros) * scale * share, for `count` values of one tensor from `first` on, of
+ * summed words. They are float32, or float64 if is_double. */
+int64_t scalecom_unpack(const uint32_t *packed, int64_t words, int64_t bits, int64_t zeros,
+                        int64_t first, int64_t count, const float *scales, double share,
+                        int is_double, void *averages);
 
 #endif

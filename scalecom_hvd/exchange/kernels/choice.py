@@ -47,6 +47,11 @@ def kernel_for(
     return NativeKernel if library is not None else TorchKernel
 
 
+def packs_in_c(device: torch.device) -> bool:
+    """Whether C packs integers into words there, and unpacks them. If not, plain torch does."""
+    return device.type == "cpu" and _asked() != "torch" and native.library() is not None
+
+
 def _asked() -> str:
     asked = os.environ.get("SCALECOM_KERNEL", "")
     if asked not in ("", "native", "triton", "torch"):
