@@ -250,21 +250,6 @@ def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[
     }
 
 
-def parts(training: Training, steps: int) -> dict[str, float]:
-    """Milliseconds per step that the training thread spent in each part of the exchange.
-
-    They come from torch.profiler.
-    """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for _ in range(steps):
-            training.step()
-    return {
-        event.key.partition(".")[2]: event.cpu_time_total / 1e3 / steps
-        for event in profile.key_averages()
-        if event.key.startswith(("scalecom.", "local_topk."))
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", choices=bench_cases.CASES, default="transformer")
@@ -297,8 +282,6 @@ def main() -> None:
             }
             if method == AUTO:
                 result["stage"] = training.state.stats()["stage"]
-            if method.startswith("ScaleCom") or method == "local top-k":
-                result["parts"] = parts(training, max(3, training.round))
             if rank() == 0:
                 with arguments.output.open("a") as output:
                     output.write(json.dumps(result) + "\n")

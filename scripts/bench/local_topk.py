@@ -13,7 +13,6 @@ from typing import Any
 
 import horovod.torch as horovod
 import torch
-from torch.profiler import record_function
 
 SAMPLED = 0.01  # of a tensor's elements, for the threshold (the paper's 0.1 % to 1 %)
 
@@ -37,11 +36,10 @@ class LocalTopK:
         self._dense = torch.zeros(sum(p.numel() for p in self._small))
 
     def _send(self, parameter: torch.nn.Parameter) -> None:
-        with record_function("local_topk.select"):
-            residue = self._residues[parameter].add_(parameter.grad.view(-1))
-            indices = self._largest(residue)
-            values = residue[indices]
-            residue[indices] = 0
+        residue = self._residues[parameter].add_(parameter.grad.view(-1))
+        indices = self._largest(residue)
+        values = residue[indices]
+        residue[indices] = 0
         name = self._names[parameter]
         self._handles[parameter] = (
             horovod.allgather_async(indices.int(), name=f"local_topk.indices.{name}"),
@@ -67,10 +65,8 @@ class LocalTopK:
             torch._foreach_copy_(list(parts), [p.grad.view(-1) for p in self._small])
             dense = horovod.allreduce_async_(self._dense, name="local_topk.dense")
         for parameter, (indices, values) in self._handles.items():
-            with record_function("local_topk.wait for values"):
-                everyones = horovod.synchronize(indices), horovod.synchronize(values)
-            with record_function("local_topk.scatter"):
-                parameter.grad.view(-1).zero_().index_add_(0, *everyones, alpha=1 / horovod.size())
+            everyones = horovod.synchronize(indices), horovod.synchronize(values)
+            parameter.grad.view(-1).zero_().index_add_(0, *everyones, alpha=1 / horovod.size())
         self._handles.clear()
         if self._small:
             horovod.synchronize(dense)

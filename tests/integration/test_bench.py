@@ -45,7 +45,6 @@ def test_the_smallest_benchmark(run, tmp_path):
     assert results["dense"]["bytes"] == pytest.approx(4 * 24_800_000, rel=0.15)
     # This bound is far from what look-ahead reaches, so that the test passes on a busy machine.
     assert results["ScaleCom look-ahead"]["exposed_ms"] < results["dense"]["exposed_ms"] / 3
-    assert {"wait for values", "scatter"} <= set(results["ScaleCom look-ahead"]["parts"])
 
     scaling = [ROOT / "scripts" / "bench" / "scaling_model.py", "--results"]
     output = run([sys.executable, *scaling, tmp_path / "results.json"])
