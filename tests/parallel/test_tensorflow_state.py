@@ -232,7 +232,7 @@ MORE = FEW | {"fourth": (5000,)}
 FIFTH = "fifth is not in this model"
 # {what the error says: what the state says instead}
 UNFIT = {
-    "rate=50.0 in the state and 20.0 now": {"config": {"rate": 50.0}},
+    "beta=0.7 in the state and 0.5 now": {"config": {"beta": 0.7}},
     "version 99, but this release reads only version 2": {"version": 99},
     r"first has shape \(50, 50\) in the state and \(60, 50\) in the model": {
         "residues": {"first": np.zeros((50, 50), np.float32)}
