@@ -48,8 +48,8 @@ class ScaleComConfig:
     everything is sent, in few bits if you give `bits`, and whole otherwise. None: 8 with few bits,
     100 with 32.
 
-    {0: 4, 300: 16} is a schedule: from each step on, the rate that holds. "auto" finds the rate,
-    and the bits, during training (stages.py, rate_controller.py). Both are for PyTorch.
+    {0: 4, 300: 16} is a schedule: rate 4 from step 0 on, and rate 16 from step 300 on. "auto" finds
+    the rate, and the bits, during training. Schedules and "auto" work in PyTorch.
     """
 
     beta: float = cast(float, None)
@@ -158,8 +158,8 @@ class ScaleComConfig:
     values then travel at the same cost: with four workers, 4 bits at rate 8 cost as much as 32 bits
     at rate 33. The rounding error stays in the residue. Bytes grow with the logarithm of the number
     of workers. 32: values travel as the residue has them, which is the paper's form. None: 4, but
-    32 with a quantiser, or with a method that does not support few bits. With rate="auto" leave it
-    out.
+    32 with a quantiser, or with a method that does not support few bits. With rate="auto", leave
+    `bits` out.
     """
 
     bucket_bytes: int = 25 * 2**20
@@ -381,7 +381,7 @@ class ScaleComConfig:
 
     @property
     def has_fixed_rate(self) -> bool:
-        """Whether one rate holds in the whole run, and leaves a choice, or sends all whole."""
+        """Whether one rate holds in the whole run. If it is 1, all must be sent whole."""
         rate = self.resolved().rate
         all_in_few_bits = rate == 1 and "*" not in (self.rates or ()) and self.levels > 0
         return isinstance(rate, float) and not all_in_few_bits
