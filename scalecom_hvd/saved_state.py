@@ -111,8 +111,16 @@ def check_local_steps(state: Mapping[str, Any], *, local: bool) -> None:
         )
 
 
-def check_rounds(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that a state that LocalSteps saved belongs to these parameters, {name: shape}."""
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def check_rounds(state: Mapping[str, Any], common: Shapes, own: Shapes) -> None:
+    """Check that a state that LocalSteps saved belongs to these parameters.
+
+    Args:
+        state: the state.
+        common, own: {name: shape} of what is averaged, and of what the rank has of a parameter.
+    """
     if ("common" in state) != ("local" in state):
         raise ValueError(
             "the state's local steps follow another kind of schedule: give the same local_steps, "
@@ -120,6 +128,7 @@ def check_rounds(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
         )
     for part in ("common", "local", "sent_from", "averages"):
         saved = {name: tuple(tensor.shape) for name, tensor in (state.get(part) or {}).items()}
+        shapes = own if part == "local" else common
         # If there are several fragments, these are of one.
         some = saved.keys() if part in ("sent_from", "averages") or not saved else shapes
         if saved != {name: shapes.get(name) for name in some}:

@@ -31,8 +31,8 @@ from scalecom_hvd.ddp.sharded_optimizer import AveragesInBackward, ShardedGradie
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.faces import (
     check_left_out,
-    check_local,
     check_parameters,
+    check_steps,
     common_parameters,
     is_method,
     local_members,
@@ -134,13 +134,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         ...     compression=ScaleCom(),
         ... )
     """
-    if backward_passes_per_step <= 0:
-        raise ValueError("backward_passes_per_step must be > 0")
     if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
         raise ValueError(
             "op must be dist.ReduceOp.AVG (the default) or SUM: other operations need all values"
         )
-    check_local(local_steps, outer, overlap, fragments, clip_changes)
+    check_steps(backward_passes_per_step, local_steps, outer, overlap, fragments, clip_changes)
     if compression is None:
         compression = everything_whole()
     if not is_method(compression):
@@ -154,20 +152,23 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     parameters = trained_parameters(optimizer, named_parameters, sharded=mesh is not None)
     _check_names(optimizer, parameters)
     named_groups = names_of_groups(groups, parameters)
+    node: Node | None = None
+    own: ProcessGroupCollectives | None = None
     if mesh is not None:
         why_not = "the mesh says which ranks average together"
         settings = (
-            (op != dist.ReduceOp.AVG, "op=SUM", "FSDP2 averages inside nodes"),
+            (op != dist.ReduceOp.AVG, "op=SUM", "gradients are averaged inside nodes"),
             (sparse_as_dense, "sparse_as_dense", "FSDP2 has no sparse gradients"),
             (process_group is not None, "process_group", why_not),
             (collectives is not None, "collectives", why_not),
-            (local_steps is not None, "local_steps", "local steps need whole parameters"),
         )
         check_left_out("mesh=", settings)
-        rest = mesh, named_groups, backward_passes_per_step
-        return _of_sharded_parameters(optimizer, parameters, method, *rest)
-    own: ProcessGroupCollectives | None = None
-    if collectives is None:
+        if local_steps is None:
+            rest = mesh, named_groups, backward_passes_per_step
+            return _of_sharded_parameters(optimizer, parameters, method, *rest)
+        peers, ranks = _peers_and_node(parameters, mesh, may_be_whole=True)
+        collectives, node = peers, Node(ranks)
+    elif collectives is None:
         devices = {parameter.device for parameter in parameters.values()}
         sums = op == dist.ReduceOp.SUM
         collectives = own = ProcessGroupCollectives(process_group, sums, devices)
@@ -192,6 +193,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             outer=outer,
             overlap=overlap,
             clip_changes=clip_changes,
+            node=node,
         )
         members, bases = local_members(local, type(optimizer), parameters.values()), ()
     members["compression"] = _Averaging.compression
@@ -217,20 +219,32 @@ def _of_sharded_parameters(
     passes: int,
 ) -> Any:
     """The optimizer for parameters that are sharded inside the nodes of a mesh."""
-    check_mesh(mesh, sharded=True)
-    check_shards(parameters, mesh)
-    devices = {parameter.device for parameter in parameters.values()}
-    if "shard" in mesh.mesh_dim_names:
-        # With CPUOffloadPolicy, FSDP2 averages on the mesh's device, and parameters are elsewhere.
-        own = next((d for d in devices if d.type == mesh.device_type), None)
-        check_averages(mesh.get_group("shard"), own or torch.device(mesh.device_type))
-    peers, ranks = peers_of(mesh, devices), ranks_of_node(mesh, devices)
+    peers, ranks = _peers_and_node(parameters, mesh)
     gradients = ShardedGradients(parameters, method, peers, Node(ranks), groups, passes)
     bases = (AveragesInBackward,)
     wrapped = _of_own_class(optimizer, bases, _gradients=gradients, _method=method)
     for collectives in (peers, ranks):
         collectives.end_with(wrapped)
     return wrapped
+
+
+def _peers_and_node(
+    parameters: Mapping[str, torch.Tensor], mesh: DeviceMesh, may_be_whole: bool = False
+) -> tuple[ProcessGroupCollectives, ProcessGroupCollectives]:
+    """This rank's peers, and the ranks of its node.
+
+    may_be_whole: whether every rank may have all parameters whole.
+    """
+    is_whole = may_be_whole and not any(hasattr(p, "placements") for p in parameters.values())
+    check_mesh(mesh, sharded=not is_whole)
+    devices = {parameter.device for parameter in parameters.values()}
+    if not is_whole:
+        check_shards(parameters, mesh)
+    if not is_whole and "shard" in mesh.mesh_dim_names:
+        # With CPUOffloadPolicy, FSDP2 averages on the mesh's device, and parameters are elsewhere.
+        own = next((d for d in devices if d.type == mesh.device_type), None)
+        check_averages(mesh.get_group("shard"), own or torch.device(mesh.device_type))
+    return peers_of(mesh, devices), ranks_of_node(mesh, devices)
 
 
 def _of_own_class(

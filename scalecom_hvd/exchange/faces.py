@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from scalecom_hvd.bucket_layout import group_names
-from scalecom_hvd.exchange.gradients import NotFinite, check_finite_gradients
+from scalecom_hvd.exchange.gradients import NotFinite, have_finite_gradients
 from scalecom_hvd.exchange.local.local_steps import LocalSteps
 from scalecom_hvd.exchange.local.rounds_alive import any_held, rounds_of
 from scalecom_hvd.exchange.methods import Method
@@ -48,11 +48,14 @@ def local_members(
         if found is not None:
             self.grad_scale = self.found_inf = None  # for the base class, which may know them too
 
+        def check(result: object = None) -> None:
+            bad = found is not None and bool(float(found))
+            if local.worker.any(bad or not have_finite_gradients(trained), local.taken):
+                raise NotFinite(result)
+
         def take() -> Any:
-            if found is not None and float(found):
-                raise NotFinite
             if closure is None:
-                check_finite_gradients(trained)
+                check()
                 return base.step(self)
 
             is_first = True
@@ -62,7 +65,7 @@ def local_members(
                 result = closure()
                 if is_first:  # later, the optimizer has changed parameters, and must go on
                     is_first = False
-                    check_finite_gradients(trained, result)
+                    check(result)
                 return result
 
             return base.step(self, checked)
@@ -87,10 +90,17 @@ def local_members(
     return members
 
 
-def check_local(
-    local_steps: object, outer: object, overlap: object, fragments: object, clip_changes: object
+def check_steps(
+    passes: int,
+    local_steps: object,
+    outer: object,
+    overlap: object,
+    fragments: object,
+    clip_changes: object,
 ) -> None:
-    """Raise ValueError if an argument was given that means nothing without local steps."""
+    """Raise ValueError if an argument is wrong, or means nothing without local steps."""
+    if passes <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
     if local_steps is not None:
         return
     for given, name, what in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -77,17 +77,13 @@ def check_sizes(grads: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tens
             raise RuntimeError(f"the gradient of {name} is not contiguous: give .contiguous()")
 
 
-def check_finite_gradients(parameters: Sequence[torch.Tensor], result: object = None) -> None:
-    """Raise NotFinite unless all gradients are finite, and small enough for a residue.
+def have_finite_gradients(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether all gradients are finite, and small enough for a residue.
 
-    It waits for a device once, not for every tensor.
-
-    Args:
-        parameters: the parameters to check. Those without a gradient are ignored.
-        result: the result that NotFinite carries.
+    It waits for a device once, not for every tensor. Parameters without a gradient are ignored.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    values = [values_of(grad) for grad in grads]
+    values = [values_of(local_part(grad)) for grad in grads]
     for dtype in (torch.float32, torch.float64):
         own = [value for value in values if value.numel() and wide_dtype(value) == dtype]
         # No element is larger than the norm, and few kernels compute the norm of many tensors. Its
@@ -97,7 +93,8 @@ def check_finite_gradients(parameters: Sequence[torch.Tensor], result: object = 
             and not _are_within(limit_of(dtype), torch._foreach_norm(own, 2, dtype=dtype))
             and not _are_within(limit_of(dtype), [e for v in own for e in torch.aminmax(v)])
         ):
-            raise NotFinite(result)
+            return False
+    return True
 
 
 def _are_within(limit: float, numbers: Sequence[torch.Tensor]) -> bool:

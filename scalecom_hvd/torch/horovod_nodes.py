@@ -13,8 +13,10 @@ from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
 
 
-def peers_and_node(nodes: bool | int) -> tuple[HorovodCollectives, Node]:
+def peers_and_node(nodes: bool | int) -> tuple[HorovodCollectives, Node, ProcessSet]:
     """This rank's peers, one in each node, and the ranks of its node. All ranks must call this.
+
+    The ranks of its node are also given as Horovod's process set.
 
     Args:
         nodes: True: each host is a node. A number: that many nodes, of consecutive ranks.
@@ -50,7 +52,7 @@ def peers_and_node(nodes: bool | int) -> tuple[HorovodCollectives, Node]:
     sets = [_process_set(ranks) for ranks in everyone]  # all ranks make all of them, in one order
     node, peers = (one for one in sets if horovod.rank() in one.ranks)
     inside = HorovodCollectives(node, horovod.Sum)
-    return HorovodCollectives(peers), Node(inside, HorovodCollectives(), number)
+    return HorovodCollectives(peers), Node(inside, HorovodCollectives(), number), node
 
 
 def _place(nodes: bool | int) -> int:

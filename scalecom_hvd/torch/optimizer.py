@@ -27,8 +27,8 @@ from scalecom_hvd.agreement import check_arguments, check_operation
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.faces import (
     check_left_out,
-    check_local,
     check_parameters,
+    check_steps,
     common_parameters,
     is_method,
     local_members,
@@ -132,7 +132,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         >>> torch.save(optimizer.compression.state_dict(), f"residues.{hvd.rank()}.pt")
     """
     check_arguments(optimizer, "param_groups", "PyTorch", compression)
-    check_local(local_steps, outer, overlap, fragments, clip_changes)
+    check_steps(backward_passes_per_step, local_steps, outer, overlap, fragments, clip_changes)
     if local_steps is not None:
         compression = _with_local_steps(compression)
     if not is_method(compression):
@@ -161,7 +161,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
                 "gradients are averaged in two stages",
             ),
             (not is_everyone, "process_set", "nodes consist of all ranks"),
-            (local_steps is not None, "local_steps", "local steps need whole parameters"),
+            (overlap != 0, "overlap", "Horovod would end while averages travel"),
             (collectives is not None, "collectives", "nodes are Horovod's process sets"),
         )
         check_left_out("nodes=", settings)
@@ -173,19 +173,17 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             "collectives= brings its own transport, but op, gradient_predivide_factor and "
             "process_set belong to Horovod: leave these three out"
         )
-    if backward_passes_per_step <= 0:
-        raise ValueError("backward_passes_per_step must be > 0")
     if num_groups:
         warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
 
-    method = method_of(compression, local_steps)
+    compression = method = method_of(compression, local_steps)
     if named_parameters is not None:
         named_parameters = list(named_parameters)
     parameters = trained_parameters(optimizer, named_parameters)
     node = None
     if nodes is not False:
-        collectives, node = peers_and_node(nodes)
+        collectives, node, inside = peers_and_node(nodes)
     named_groups = names_of_groups(groups, parameters)
     if local_steps is None:
         gradients = OptimizerGradients(
@@ -210,8 +208,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             outer=outer,
             overlap=overlap,
             clip_changes=clip_changes,
+            node=node,
         )
         members = _members(None) | local_members(local, type(optimizer), parameters.values())
+        if node is not None:
+            members = _averaging_in_node(members, method)
+            compression, process_set = Compression.none, inside
     # Refuse everything that may be refused before Horovod puts hooks on the parameters: nothing
     # removes these hooks again.
     base = type(optimizer)
@@ -219,7 +221,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         wrapped = type(base.__name__, (base,), members)(
             optimizer.param_groups,
             named_parameters,
-            method,
+            compression,
             backward_passes_per_step,
             op,
             gradient_predivide_factor,
@@ -309,6 +311,9 @@ def _load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
     horovod_optimizer._DistributedOptimizer.__dict__["load_state_dict"](self, *args, **kwargs)
 
 
+_COMPRESSION = "This optimizer's ScaleCom, or other method, with stats() and state_dict()."
+
+
 def _members(gradients: OptimizerGradients | None) -> dict[str, Any]:
     """The members of Horovod's class, with the reduce methods replaced."""
     # __module__ stays Horovod's: broadcast_optimizer_state looks at it (functions.py:105).
@@ -322,9 +327,36 @@ def _members(gradients: OptimizerGradients | None) -> dict[str, Any]:
         "synchronize_parameters": lambda self: None,  # they are the same after every step
         "compression": property(
             lambda self: self._compression,
-            doc="This optimizer's ScaleCom, or other method, with stats() and state_dict().",
+            doc=_COMPRESSION,
         ),
     }
+
+
+def _averaging_in_node(members: dict[str, Any], method: Method) -> dict[str, Any]:
+    """The members of an optimizer for whose local steps Horovod averages gradients in the node.
+
+    members: those of an optimizer that takes local steps by itself.
+    """
+    take_local_step = members["step"]
+
+    @not_compiled
+    def step(self: Any, closure: None = None) -> Any:
+        """Average gradients inside the node, and take a local step."""
+        if closure is not None:
+            raise ValueError(
+                "nodes= with local_steps= takes no closure, because gradients have to be averaged "
+                "inside the node before the step: call backward() before step()"
+            )
+        if self._should_synchronize:
+            self.synchronize()
+        self._synchronized = False
+        return take_local_step(self)
+
+    step.hooked = True  # type: ignore[attr-defined]
+    stays = ("_local", "outer", "_step_supports_amp_scaling", "synchronize_parameters")
+    own = {name: members[name] for name in stays}
+    own |= {"step": step, "compression": property(lambda self: method, doc=_COMPRESSION)}
+    return dict(horovod_optimizer._DistributedOptimizer.__dict__) | own
 
 
 def _with_local_steps(compression: _Compression) -> Method | type[Method]:

@@ -116,7 +116,7 @@ UNLIKE = f"{TAPES}gradients_that_come_later_on_one_rank_alone"
 SETS = f"{TAPES}process_sets_have_leaders_of_their_own"  # they need 4 ranks
 # Two nodes of two ranks.
 NODES = named("nodes sharded sharded_differential tensor_parallel", "ddp_")
-NODES += named("nodes", "torch_")
+NODES += named("nodes node_steps", "torch_")
 OF_DEVICES, PAGES = named("ddp_devices"), named("ddp_pages")
 # The tests of torch.distributed's face: its own, and those of both faces.
 OWN = named("ddp_*")

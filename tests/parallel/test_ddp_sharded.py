@@ -473,7 +473,6 @@ def test_what_cannot_work_is_refused():
         wrap(model, mesh=None)
     for setting in (
         {"op": dist.ReduceOp.SUM},
-        {"local_steps": 4},
         {"sparse_as_dense": True},
         {"process_group": dist.group.WORLD},
     ):

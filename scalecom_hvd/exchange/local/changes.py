@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -78,14 +78,20 @@ class Clipping:
             )
         self.clipped = 0
 
-    def clip(self, changes: Sequence[torch.Tensor], collectives: Collectives) -> None:
+    def clip(
+        self,
+        changes: Sequence[torch.Tensor],
+        collectives: Collectives,
+        of_worker: Callable[[float, torch.device], float],
+    ) -> None:
         """Clip this rank's change, in place. All ranks wait for each other here.
 
         A change that is not finite is left as it is. The synchronisation is then skipped.
+        of_worker: see Worker.norm.
         """
         if self.times is None:
             return
-        mine = norm(changes)
+        mine = of_worker(norm(changes), changes[0].device)
         length = torch.tensor([mine], dtype=torch.float64, device=changes[0].device)
         everyone = collectives.gather(length, "scalecom.local_steps.norms").wait().tolist()
         # A rank that changed nothing, such as one that got no tokens for an expert, does not show

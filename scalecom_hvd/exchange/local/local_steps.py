@@ -53,8 +53,10 @@ from scalecom_hvd.exchange.local.rounds_agreement import (
     latest_ranks,
 )
 from scalecom_hvd.exchange.local.rounds_alive import collect_all, register
+from scalecom_hvd.exchange.local.worker import Worker
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.new_gradients import digest
+from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.run import Averager
 from scalecom_hvd.saved_state import Saved, check_local_steps, check_rounds
 from scalecom_hvd.schedule import Schedule
@@ -80,6 +82,8 @@ class LocalSteps(Averager):
         overlap: tau, how many steps are taken while an average travels.
         clip_changes: the largest norm of a rank's change, as a multiple of the median norm of all
             ranks' changes. None: no limit.
+        node: the ranks of this rank's node, which step together; `collectives` are then its peers.
+            None: every rank is a worker by itself.
 
     Attributes:
         common: {name: x}, float32 or float64, the same on all ranks once they have agreed.
@@ -89,6 +93,7 @@ class LocalSteps(Averager):
         newcomer: whether this rank has taken no step yet, neither here nor in a loaded state.
         outer: the outer optimizer, or None.
         own: this rank's parameters, held while it resumes in the middle of a round.
+        worker: what this rank averages, and the ranks that step with it.
 
     Raises:
         ValueError: the overlap does not fit into a round (with fragments, into a fragment's share
@@ -108,6 +113,7 @@ class LocalSteps(Averager):
         outer: Outer | None = None,
         overlap: int = 0,
         clip_changes: float | None = None,
+        node: Node | None = None,
     ) -> None:
         schedule.check_overlap(overlap)
         if method.config.nu not in (None, 1):
@@ -131,15 +137,16 @@ class LocalSteps(Averager):
         self.taken = 0
         self.skipped = 0
         self.newcomer = True
-        addresses = {parameter.data_ptr() for parameter in parameters.values()}
+        self.node = node
+        self.worker = self._parameters = Worker(parameters, node)
+        addresses = {parameter.data_ptr() for parameter in self.worker.own.values()}
         collect_all(addresses)  # if the script made its optimizer anew
-        self._outer = OuterStep(parameters, outer)
+        self._outer = OuterStep(self.worker, outer)
         self.common = self._outer.common
         self.outer = self._outer.optimizer
-        self._parameters = parameters
         self._changes = {name: torch.zeros_like(x) for name, x in self.common.items()}
         # Made once, for the reason that bucket.py gives.
-        self._sent_from = {n: torch.empty_like(p) for n, p in parameters.items() if overlap}
+        self._sent_from = {n: torch.empty_like(p) for n, p in self.worker.items() if overlap}
         self.collectives = collectives
         self._restarted = collectives.restarts()
         self._start_anew = start_anew
@@ -154,7 +161,7 @@ class LocalSteps(Averager):
         # Whether x comes from training with others, or from a loaded state. Such an x replaces a
         # newcomer's.
         self._knows = False
-        self.own = OwnParameters(parameters, self.common)
+        self.own = OwnParameters(self.worker.own, self.common)
         self._residues = method.residues
         self._fragments, groups = cut_into_fragments(
             parameters, groups, schedule.fragments, method.config
@@ -165,6 +172,7 @@ class LocalSteps(Averager):
             collectives,
             Options(groups, is_scaled=False),
             settings=self._settings(),
+            node=node,
             part_of=self,
         )
         method.run.begin(self.common, self)
@@ -261,7 +269,8 @@ class LocalSteps(Averager):
         """Before a step, make sure that ranks agree, and that this round begins at x."""
         self._notice_restart()
         if not self._agreed:
-            self._agree()
+            with self.worker.agreeing(self.taken):
+                self._agree()
             self._agreed = self._knows = True
         elif not self._under_way:
             # If a script loads a model, or clips its weights, between two rounds, it means the
@@ -289,6 +298,7 @@ class LocalSteps(Averager):
     @torch.no_grad()
     def _depart(self, fragments: range) -> None:
         """Send the changes of these fragments."""
+        self.worker.check_alike(self.taken)
         names = [name for fragment in fragments for name in self._fragments[fragment]]
         journey = Journey(names, self.taken)
         for name in names:
@@ -301,7 +311,8 @@ class LocalSteps(Averager):
                 change.copy_(x.to(parameter.dtype)).sub_(parameter)
             if self._overlap:  # at once: the processor's cache may still hold the parameter
                 journey.sent_from[name] = self._sent_from[name].copy_(parameter)
-        self._clipping.clip([self._changes[name] for name in names], self.collectives)
+        changes = [self._changes[name] for name in names]
+        self._clipping.clip(changes, self.collectives, self.worker.norm)
         self.exchange.part = Part(set(names), fragments[-1] == len(self._fragments) - 1)
         for name in reversed(names):
             # A frozen tensor sends nothing, and its residue stays as it is. But if it was frozen in
@@ -364,16 +375,18 @@ class LocalSteps(Averager):
                 parameter.sub_(journey.sent_from[name]).add_(x)
             else:
                 parameter.copy_(x + (parameter - journey.sent_from[name]))
+        self.worker.complete(journey.names)
         self._under_way = self._open = under_way
         return True
 
     def _go_back(self) -> None:
-        """Some rank's change was not finite. If it was this rank's, go back to x.
+        """Some worker's change was not finite. If it was this worker's, go back to x.
 
-        Nothing was averaged. The other ranks keep their changes, and send them the next time.
+        Nothing was averaged. The others keep their changes, and send them the next time.
         """
         changes = (self.common[name] - parameter for name, parameter in self._parameters.items())
-        if all(bool((change.abs() <= limit_of(change.dtype)).all()) for change in changes):
+        fine = all(bool((change.abs() <= limit_of(change.dtype)).all()) for change in changes)
+        if not self.worker.any(not fine, self.taken):
             return
         log.warning(
             "step %d: this rank's parameters are not finite, or changed by more than 2**100, "
@@ -384,6 +397,7 @@ class LocalSteps(Averager):
         )
         for name, parameter in self._parameters.items():
             parameter.copy_(self.common[name])
+        self.worker.complete(self.common)
         # The optimizer's momentum would spoil every later synchronisation.
         self._start_anew()
 
@@ -419,6 +433,8 @@ class LocalSteps(Averager):
         everyone = gather_objects(self.collectives, mine, FIRST_MEETING)
         compare_ranks(everyone, ("settings",))
         check_not_overwritten(everyone)
+        if self.node is not None:
+            check_same_steps(everyone)
         known, latest = latest_ranks(everyone)
         if early and not known:
             return
@@ -503,12 +519,15 @@ class LocalSteps(Averager):
 
     def trains(self, addresses: set[int]) -> bool:
         """Whether some parameter is at one of these addresses."""
-        return any(parameter.data_ptr() in addresses for parameter in self._parameters.values())
+        return self.worker.has_any_at(addresses)
 
     @torch.no_grad()
     def show_common(self) -> None:
-        """For a broadcast, make the parameters the common ones, until they are put back."""
-        if self._under_way:
+        """For a broadcast, make the parameters the common ones, until they are put back.
+
+        Nodes have no newcomers, which would need them.
+        """
+        if self._under_way and self.node is None:
             self.own.show_common()
 
     def state_dict(self) -> Saved:
@@ -523,23 +542,24 @@ class LocalSteps(Averager):
         """
         state: dict[str, Any] = {"taken": self.taken, "early": self._early}
         state |= self._outer.state_dict()
+        saved = {"local_steps": state, **self.exchange.state_dict()}
         if not self.taken or not (self.own.held or self.active):
-            return {"local_steps": state}
+            return saved
         narrow = any(p.dtype != self.common[name].dtype for name, p in self._parameters.items())
         if self._under_way or narrow:
             state |= {"under_way": self._under_way, "open": self._open}
             state["common"] = {name: x.detach() for name, x in self.common.items()}
-            own = {name: p.detach() for name, p in self._parameters.items()}
+            own = {name: p.detach() for name, p in self.worker.own.items()}
             state["local"] = self.own.values or own
         if self._journey is not None:
             state |= self._journey.state_dict()
-        return {"local_steps": state}
+        return saved
 
     def check_state(self, state: Saved) -> None:
         """Raise ValueError unless a complete state has local steps of these parameters."""
         check_local_steps(state, local=True)
-        own = state["local_steps"]
-        check_rounds(own, {name: tuple(x.shape) for name, x in self.common.items()})
+        own, both = state["local_steps"], (self.common, self.worker.own)
+        check_rounds(own, *({n: tuple(t.shape) for n, t in of.items()} for of in both))
         self._outer.check_state(own)
 
     @torch.no_grad()

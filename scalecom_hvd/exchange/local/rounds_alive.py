@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from scalecom_hvd.exchange.background_thread import wait_for_kept
+from scalecom_hvd.exchange.gradients import local_part
 
 if TYPE_CHECKING:
     from scalecom_hvd.exchange.local.local_steps import LocalSteps
@@ -54,7 +55,7 @@ def rounds_of(params: dict[str, object] | list[object]) -> list[LocalSteps]:
     else:
         return []
     # A state_dict may hold other objects too.
-    addresses = {tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}
+    addresses = {local_part(t).data_ptr() for t in tensors if isinstance(t, torch.Tensor)}
     if any(local.trains(addresses) for local in list(_alive)):
         # A deleted optimizer lives on in a reference cycle with its own class. The parameters of
         # another may now lie at the addresses of its parameters.
@@ -70,7 +71,8 @@ def collect_all(addresses: set[int] | None = None) -> None:
             averages of all parameters that are or were there.
     """
     for local in list(_alive):
-        if addresses is None or local.trains(addresses):
+        # At a script's end, the ranks of a node may wait for one that ends with an error.
+        if local.node is None if addresses is None else local.trains(addresses):
             with contextlib.suppress(Exception):  # what failed has been raised already
                 local.collect()
     if addresses is None:

@@ -1,0 +1,146 @@
+"""The worker that takes local steps: one rank, or all ranks of a node together.
+
+Inside a node, gradients are averaged whole in every step, so that all ranks of the node step alike.
+Each rank has its *shard* of every parameter, sends the change of this shard to its peers in other
+nodes, and keeps the shard's residue. If the script sharded the model itself, the shards are the
+script's. If every rank has the whole model, a rank's shard is a contiguous run of the flattened
+parameter, and the node's ranks put shards together when averages have changed them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from scalecom_hvd.exchange.gradients import local_part, wide_dtype
+from scalecom_hvd.exchange.new_gradients import digest
+from scalecom_hvd.exchange.node import Node
+
+
+class Worker(Mapping[str, torch.Tensor]):
+    """{name: what this rank averages of a parameter}, which is in the parameter's memory.
+
+    Args:
+        parameters: {name: parameter} of all that are trained, in the model's order. In a node, all
+            are sharded (DTensors) or none is.
+        node: the ranks of this rank's node. None: this rank is a worker by itself.
+
+    Attributes:
+        node: the same.
+        own: {name: what this rank has of a parameter}: the shard, or all of it.
+
+    Raises:
+        ValueError: a parameter has no memory that can be cut into runs.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], node: Node | None) -> None:
+        self._parameters, self.node = parameters, node
+        self._is_cut = node is not None and not any(
+            hasattr(parameter, "placements") for parameter in parameters.values()
+        )
+        self.own: Mapping[str, torch.Tensor] = parameters
+        if node is not None:
+            node.whole = {name: tuple(p.shape) for name, p in parameters.items()}
+            self.own = parameters if self._is_cut else self
+        self._is_alike = not self._is_cut
+        for name in self._parameters if self._is_cut else ():
+            self._flat(name)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        parameter = self._parameters[name]
+        if self.node is None:
+            return parameter
+        shard = self._cut(self._flat(name)) if self._is_cut else local_part(parameter)
+        return shard.requires_grad_(parameter.requires_grad)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def has_any_at(self, addresses: set[int]) -> bool:
+        """Whether some parameter is at one of these memory addresses."""
+        return any(local_part(p).data_ptr() in addresses for p in self._parameters.values())
+
+    def _flat(self, name: str) -> torch.Tensor:
+        """All elements of a parameter that every rank of the node has, as they lie in memory."""
+        own = self._parameters[name].data
+        reach = 1
+        for stride, size in sorted(zip(own.stride(), own.shape, strict=True)):
+            if size > 1 and stride != reach:
+                raise ValueError(f"{name} has gaps in its memory: make the parameter contiguous")
+            reach *= size
+        return own.as_strided((own.numel(),), (1,))
+
+    def _cut(self, flat: torch.Tensor) -> torch.Tensor:
+        size = -(-flat.numel() // self.node.size)
+        return flat[self.node.position * size : (self.node.position + 1) * size]
+
+    @contextlib.contextmanager
+    def agreeing(self, step: int) -> Iterator[None]:
+        """Enclose an agreement among peers. If it fails on one rank, it fails in the whole node.
+
+        Args:
+            step: how many steps this rank has taken when it ends. It is the same in the node.
+        """
+        if self.node is None:
+            yield
+            return
+        with self.node.ending_a_step():
+            yield
+            self.node.counts(True, step)
+
+    def any(self, found: bool, step: int) -> bool:
+        """Whether something was found on a rank of this worker. Waits for all of them.
+
+        Args:
+            found: whether it was found on this rank.
+            step: how many steps this rank has taken.
+
+        Raises:
+            RuntimeError: on all ranks of the node, if they have taken different numbers of steps.
+        """
+        return found if self.node is None else not self.node.counts(not found, step)[0]
+
+    def check_alike(self, step: int) -> None:
+        """Raise RuntimeError on all ranks of a node unless they have stepped alike.
+
+        It compares once, because it reads all parameters.
+        """
+        if self._is_alike:
+            return
+        mine = int(digest(self._parameters.values())[:15], 16)
+        _, largest = self.node.counts(True, step, mine)
+        if self.any(mine != largest, step):
+            raise RuntimeError(
+                "the ranks of this node have different parameters. With local steps and mesh=, "
+                "they must average their gradients in every step. Wrap the model in "
+                'DistributedDataParallel(model, process_group=mesh.get_group("shard")), or shard '
+                'it by fully_shard(module, mesh=mesh["shard"])'
+            )
+        self._is_alike = True
+
+    def norm(self, mine: float, device: torch.device) -> float:
+        """The norm of all shards together, from that of this rank's."""
+        if self.node is None:
+            return mine
+        total = torch.tensor([mine**2], dtype=torch.float64, device=device)
+        return math.sqrt(float(self.node.add_up(total, "norm").wait()))
+
+    def complete(self, names: Iterable[str]) -> None:
+        """Give every rank of a node the shards that other ranks have changed."""
+        if not self._is_cut:
+            return
+        self.node.bytes_sent = 0
+        works = []
+        for name in names:
+            flat = self._flat(name)
+            whole = torch.zeros_like(flat, dtype=wide_dtype(flat))
+            self._cut(whole).copy_(self._cut(flat))
+            works.append((flat, self.node.add_up(whole, f"shards.{name}")))
+        for flat, work in works:
+            flat.copy_(work.wait())
