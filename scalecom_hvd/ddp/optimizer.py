@@ -112,8 +112,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             "shard", for a model that fully_shard (FSDP2) sharded over mesh["shard"]. FSDP2 averages
             gradients whole inside a node, and this optimizer compresses them between nodes. p.grad
             is the average when backward returns, so nothing has to be synchronized. With tensor
-            parallelism inside nodes, the dimensions after "replicate" may have other names. None:
-            each rank has the whole model.
+            parallelism inside nodes, the dimensions after "replicate" may have other names. With
+            local steps, a node's ranks step together, and the model may be sharded or wrapped by
+            DistributedDataParallel over the node's ranks. None: each rank has the whole model.
 
     Returns:
         An optimizer with these additions. `compression` is the method with this rank's residues:

@@ -105,7 +105,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         nodes: with a method, which ranks form a node. True: the ranks of a host. A number: that
             many nodes, of consecutive ranks. Gradients are averaged whole inside a node and
             compressed between nodes. Each rank exchanges 1 / (ranks of a node) of each tensor.
-            Nodes need hvd.init(process_sets="dynamic"). False: every rank is a node of its own.
+            With local steps, a node's ranks step together. Nodes need
+            hvd.init(process_sets="dynamic"). False: every rank is a node of its own.
 
     Returns:
         An optimizer like Horovod's, with these additions. `compression` is the method with this
