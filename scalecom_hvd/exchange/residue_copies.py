@@ -15,7 +15,7 @@ from collections.abc import Collection
 import torch
 
 from scalecom_hvd.exchange.methods.base import Method
-from scalecom_hvd.exchange.unused_averages import LOST, listed
+from scalecom_hvd.exchange.unused_averages import GOES_BACK, LOST, listed
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -86,9 +86,7 @@ class ResidueCopies:
 
     def _note(self, names: Collection[str], lost: list[str]) -> None:
         if lost:
-            log.warning(
-                LOST, listed(lost), "" if self._is_needed else "; from now on all goes back"
-            )
+            log.warning(LOST, listed(lost), "" if self._is_needed else GOES_BACK)
         elif not self._is_needed:
             log.info(GIVEN_BACK, listed(names))
         self._is_needed = True

@@ -36,6 +36,7 @@ LOST = (
     "torch.autograd.grad, freeze the parameters for that backward (requires_grad_(False)), or call "
     "it under model.no_sync()"
 )
+GOES_BACK = "; from now on all goes back"
 
 
 def listed(names: Collection[str]) -> str:
@@ -118,7 +119,7 @@ class UnusedAverages:
         self._unstepped -= used
         lost, self._moved = self._moved & used, self._moved - used
         if lost:  # an optimizer of PyTorch moves them, and did not do so then
-            log.warning(LOST, listed(lost), "")
+            log.warning(LOST, listed(lost), GOES_BACK)
 
     def come(self, name: str) -> None:
         """Backward has a gradient, and is about to add it to p.grad."""

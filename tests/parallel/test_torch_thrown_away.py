@@ -262,6 +262,17 @@ def test_averages_that_no_step_uses(face, script, set_to_none, caplog):
         trained.check(thrown_away)
 
 
+@with_hooks
+def test_sharpness_aware_from_the_first_step(face, caplog):
+    """Only the first average is lost, because no optimizer has stepped before."""
+    trained = Trained(face, caplog)
+    for step in range(STEPS):
+        sharpness_aware(trained, step, trained.model.zero_grad)
+        assert all(trained.warnings())
+        assert trained.compressor.stats()["averages_thrown_away"] == step
+    assert ["from now on all goes back" in r.getMessage() for r in caplog.records] == [True]
+
+
 def test_a_script_that_shows_late_what_it_does_is_warned(caplog):
     """Then there is no copy of the residues yet. From then on, there is one."""
     trained = Trained(hvd, caplog)
