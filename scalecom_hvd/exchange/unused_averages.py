@@ -168,10 +168,10 @@ class UnusedAverages:
             self.come(name)
         thrown = self._dropped & here
         # An average may be zero, too. If the script zeroed gradients, it zeroed them all.
-        if self._zero & here and not self._kept:
+        if zero := self._zero & here:
             for name in self._waiting & self._hooked:
                 self.come(name)
-        thrown |= set() if self._kept else self._zero & here
+            thrown |= set() if self._kept else zero
         self._waiting -= thrown
         unknown = thrown & self._unstepped
         if not (unknown and self._have_moved()):

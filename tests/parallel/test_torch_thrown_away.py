@@ -262,6 +262,18 @@ def test_averages_that_no_step_uses(face, script, set_to_none, caplog):
         trained.check(thrown_away)
 
 
+@on_every_face
+def test_an_average_may_be_zero(face, caplog):
+    """Other gradients then show that the script keeps what it has averaged."""
+    trained = Trained(face, caplog)
+    for step in range(STEPS):
+        grads = {"bias": mine(step)["bias"], "weight": torch.zeros(SHAPES["weight"])}
+        trained.model(grads).backward()  # the zeros come first
+        trained.synchronize()
+    assert trained.compressor.stats().get("averages_thrown_away", 0) == 0
+    assert not any(trained.warnings())
+
+
 @with_hooks
 def test_sharpness_aware_from_the_first_step(face, caplog):
     """Only the first average is lost, because no optimizer has stepped before."""
