@@ -381,8 +381,9 @@ class ScaleCom(Tracked, Compressor):
         summed.
 
         Returns:
-            A dict. "step": how many steps have counted. "skipped_steps": how many were
-            skipped, because a gradient was not finite. "leader": the position of the rank that
+            A dict. "step": how many steps have counted. If variables are frozen and thawed again,
+            the old exchange goes on at its own step, so this is too low. "skipped_steps": how many
+            were skipped, because a gradient was not finite. "leader": the position of the rank that
             chose last, for the first bucket. "bytes_offsets", "bytes_values" and "bytes_dense": the
             bytes handed to Horovod in the last step. "bytes_traffic": what this rank sent for them
             on a ring, averaged over ranks. "rate": elements of the model per element sent.
