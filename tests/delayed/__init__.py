@@ -122,8 +122,7 @@ def registered() -> ModuleType:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     torch.accelerator.set_device_index(0)  # as scripts do; other threads begin elsewhere
     atexit.register(module.drain, 5.0)
-    seconds = os.environ.get("SCALECOM_DELAYED_SECONDS", "0.005")
-    module.set_delay(float(seconds), os.environ.get("SCALECOM_DELAYED_ORDER", "mixed"))
+    module.set_delay(0.005, "mixed")
     return module
 
 
