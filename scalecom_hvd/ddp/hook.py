@@ -30,7 +30,7 @@ from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.face import Options
-from scalecom_hvd.exchange.faces import SHARDED, check_not_sharded
+from scalecom_hvd.exchange.faces import SHARDED, check_no_engine, check_not_sharded
 from scalecom_hvd.exchange.gradients import flat_tensor
 from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.exchange.node import Node
@@ -368,6 +368,7 @@ def _wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
 
 def check_model(model: nn.Module, wrapper: DistributedDataParallel | None) -> None:
     """Raise an error if averages by a hook are not what training needs."""
+    check_no_engine(model)
     # Names of parameters may not show that FSDP shards them.
     if any(type(m).__name__.endswith("FullyShardedDataParallel") for m in model.modules()):
         raise TypeError(SHARDED)

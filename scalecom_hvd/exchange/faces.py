@@ -218,6 +218,26 @@ SHARDED = (
     "not supported: use fully_shard, or DistributedDataParallel"
 )
 
+# They average gradients themselves. What else these packages have, such as DeepSpeed's optimizers
+# in deepspeed.ops, may be trained.
+ENGINES = (
+    "deepspeed.runtime.",
+    "megatron.core.distributed.",
+    "megatron.core.optimizer.",
+    "megatron_fsdp.",
+)
+
+
+def check_no_engine(thing: object) -> None:
+    """Raise TypeError if a model or an optimizer is one of DeepSpeed's or Megatron's engines."""
+    for kind in type(thing).__mro__:
+        if kind.__module__.startswith(ENGINES):
+            raise TypeError(
+                f"{kind.__module__}.{kind.__name__} averages gradients itself, and nothing can "
+                "take its place. Use DistributedDataParallel or fully_shard (FSDP2), and an "
+                "optimizer that no engine has wrapped"
+            )
+
 
 def check_not_sharded(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise TypeError if parameters are sharded, so that other ranks have the rest of them."""
@@ -242,8 +262,9 @@ def trained_parameters(
         sharded: whether parameters may be sharded.
 
     Raises:
-        TypeError: they are sharded, or the optimizer is a DistributedOptimizer.
+        TypeError: they are sharded, or the optimizer averages gradients already.
     """
+    check_no_engine(optimizer)
     if hasattr(optimizer, "skip_synchronize"):
         raise TypeError(
             "this optimizer already averages gradients: wrap the optimizer that it was made from"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import scalecom_hvd.torch as hvd
+from scalecom_hvd.ddp import ScaleComState
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.missing import TORCHS_ALONE
 from scalecom_hvd.torch.horovod_collectives import Restarts
@@ -57,6 +58,28 @@ def test_one_process_trains_as_without_horovod():
             optimizer.step()
     assert torch.equal(ours.weight, plain.weight)
     assert optimizers[0].compression.stats()["residue_norm"] == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        ("deepspeed.runtime.zero.stage3", torch.optim.SGD),
+        ("megatron.core.optimizer.distrib_optimizer", torch.optim.SGD),
+        ("deepspeed.runtime.engine", torch.nn.Linear),
+        ("megatron.core.distributed.distributed_data_parallel", torch.nn.Linear),
+    ],
+)
+def test_what_averages_itself_is_refused(module, kind):
+    hvd.init()
+    engine = type("Engine", (kind,), {"__module__": module})
+    with pytest.raises(TypeError, match=f"{module}.Engine averages gradients itself"):
+        if kind is torch.optim.SGD:
+            sgd = engine(torch.nn.Linear(3, 3).parameters(), lr=0.1)
+            hvd.DistributedOptimizer(sgd, compression=hvd.ScaleCom)
+        else:
+            ScaleComState(engine(3, 3))
+    adam = type("FusedAdam", (torch.optim.Adam,), {"__module__": "deepspeed.ops.adam.fused_adam"})
+    hvd.DistributedOptimizer(adam(torch.nn.Linear(3, 3).parameters()), compression=hvd.ScaleCom)
 
 
 def test_settings_of_the_object(monkeypatch):
