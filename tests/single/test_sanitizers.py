@@ -45,7 +45,6 @@ def run(tmp_path_factory):
         "KERNEL_LIBRARY": str(library),
         "TESTS_KERNELS": "c.Operations torch.Native",
     }
-    environment.pop("TEST_DIARY", None)  # the diary holds only tests that can be rerun separately
     how = {"cwd": HERE, "env": environment, "capture_output": True, "text": True, "timeout": 250}
     return lambda *arguments: subprocess.run([sys.executable, *arguments], **how)
 

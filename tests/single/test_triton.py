@@ -25,7 +25,6 @@ CASES = ["test_kernels.py", "triton_cases.py", f"{POISONED}[1e+20-False]", f"{PO
 def test_cases(wanted):
     """Run the cases on a GPU if there is one, and in Triton's interpreter otherwise."""
     environment = {**os.environ, "TRITON_INTERPRET": "0" if torch.cuda.is_available() else "1"}
-    environment.pop("TEST_DIARY", None)  # the diary holds only tests that can be rerun separately
     environment["TESTS_KERNELS"] = "triton.Tiles"
     command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-x", "-m", wanted, *CASES]
     how = {"capture_output": True, "text": True, "timeout": 580}
