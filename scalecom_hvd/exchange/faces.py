@@ -70,7 +70,14 @@ def local_members(
 
             return base.step(self, checked)
 
-        return local.step(take)
+        try:
+            return local.step(take)
+        except BaseException:
+            # A GradScaler deletes them only after a step that ends well, and multiplies what is
+            # left with the next step's scale.
+            if found is not None:
+                del self.grad_scale, self.found_inf
+            raise
 
     members: dict[str, Any] = {
         "_local": local,

@@ -1,5 +1,6 @@
 """Tests that need no second rank."""
 
+import contextlib
 import inspect
 from unittest.mock import Mock
 
@@ -200,3 +201,28 @@ def test_what_is_no_optimizer_or_no_compression_is_refused_by_one_process_too():
 
 def test_what_tensorflow_has_not_is_here():
     assert set(TORCHS_ALONE) < set(hvd.__all__)
+
+
+class FailsOnce(torch.optim.SGD):
+    failed = False
+
+    def step(self, closure=None):
+        if not self.failed:
+            self.failed = True
+            raise ConnectionError
+        super().step(closure)
+
+
+def test_a_grad_scaler_goes_on_after_a_local_step_that_failed():
+    hvd.init()
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = hvd.DistributedOptimizer(
+        FailsOnce([weight], lr=1.0), [("weight", weight)], hvd.ScaleCom(), local_steps=2
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for fails in (True, False):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() / 4).backward()
+        with pytest.raises(ConnectionError) if fails else contextlib.nullcontext():
+            scaler.step(optimizer)
+    assert weight.tolist() == [0.75] * 4
