@@ -11,6 +11,7 @@ from pathlib import Path
 
 import launch
 import pytest
+from soak import of
 
 WORKER = Path(__file__).with_name("worker_tensorflow_elastic.py")
 # COMMITTED is the last commit before the kill. GROWN_AT and LAST are those of the worker.
@@ -48,10 +49,6 @@ def diaries(run, tmp_path):
         process = Path("/proc", path.stem)
         if process.exists() and WORKER.name in (process / "cmdline").read_text():
             os.kill(int(path.stem), signal.SIGKILL)
-
-
-def of(diary, event):
-    return [entry for entry in diary if entry["event"] == event]
 
 
 def committed(diary, batch, what, size=None):
@@ -131,7 +128,3 @@ def test_a_worker_is_killed_and_another_one_comes(diaries, kind, settings):
         assert len(weights) == 1, f"weights differ at batch {batch}"
     for diary in survivors:
         assert mean_loss(diary, 0, 5) > mean_loss(diary, 15, 20) > mean_loss(diary, 35, LAST)
-
-
-def test_a_step_that_dies_in_the_middle_changes_no_residue(launched):
-    launched("mpirun", 2, [WORKER.with_name("worker_tensorflow_dying_step.py")], limit=60)

@@ -1,5 +1,7 @@
 """Tapes in custom loops, eager and traced."""
 
+import time
+
 import horovod.tensorflow as stock
 import numpy as np
 import pytest
@@ -353,3 +355,45 @@ def test_residues_that_keep_growing_are_reported_once(traced, capfd, caplog):
     assert capfd.readouterr().err.count("residues keep growing") == 1
     assert caplog.text.count("each element is sent") == 1
     assert 100 < compression.stats()["residue_ratio"] < 400
+
+
+def test_a_step_that_fails_in_the_middle_changes_no_residue():
+    """The exchange of one bucket is done by then, and that of the other has not begun."""
+    model = [tf.Variable(tf.zeros([4000]), name=name) for name in ("first", "second")]
+    compressor, fails = hvd.ScaleCom(rate=100), tf.Variable(False)
+
+    def late(grad, failing):
+        if failing:
+            time.sleep(1)
+            raise ArithmeticError("in the middle")
+        return grad
+
+    @tf.custom_gradient
+    def second_of(variable):
+        return tf.identity(variable), lambda grad: tf.ensure_shape(
+            tf.numpy_function(late, [grad, fails], tf.float32), [4000]
+        )
+
+    @tf.function
+    def step(grads):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model[0] * grads[0] + second_of(model[1]) * grads[1])
+        tape = hvd.DistributedGradientTape(tape, compression=compressor, groups=2)
+        return tape.gradient(loss, model)
+
+    random = np.random.default_rng(hvd.rank())
+    grads = [tf.constant(random.standard_normal([2, 4000]), tf.float32) for _ in range(3)]
+    step(grads[0])
+    assert len(compressor.exchanges()[0].buckets) == 2
+    before = compressor.state_dict()
+    assert all(residue.any() for residue in before["residues"].values())
+    fails.assign(True)
+    with pytest.raises(tf.errors.UnknownError, match="in the middle"):
+        step(grads[1])
+    after = compressor.state_dict()
+    assert after["step"] == before["step"] == 1
+    for name, residue in before["residues"].items():
+        np.testing.assert_array_equal(after["residues"][name], residue)
+    fails.assign(False)
+    step(grads[2])
+    assert compressor.stats()["step"] == 2

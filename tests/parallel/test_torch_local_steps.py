@@ -317,42 +317,6 @@ def test_a_rank_that_goes_back_forgets_what_its_optimizer_gathered(kind):
     assert same_on_all_ranks(model.values())
 
 
-@some_compressions
-def test_parameters_that_are_not_finite_go_back_and_others_keep_theirs(compression, caplog):
-    """What the other ranks changed is not lost: the next synchronisation sends it."""
-    model, optimizer, compressor = from_zero(compression, 2)
-    take_steps(optimizer, model, range(2))
-    common = values_of(model)
-    residues = {n: tensor.residue.clone() for n, tensor in compressor.residues.tensors.items()}
-
-    def large(shapes, rank, step):
-        grads = gradients(shapes, rank, step)
-        if rank == 1:
-            grads["third"][7] = 1.2e30  # it is accepted, but twice this is too large for a residue
-        return grads
-
-    take_steps(optimizer, model, range(2, 4), grads=large)
-    assert (compressor.stats()["step"], compressor.stats()["skipped_steps"]) == (1, 1)
-    own = came_in([] if hvd.rank() == 1 else [hvd.rank()], range(2, 4), SHAPES)
-    for name, value in model.items():
-        change = (common[name] - value.detach()).double().numpy()
-        np.testing.assert_allclose(change, own[name], 1e-4, 1e-4)
-    for name, tensor in compressor.residues.tensors.items():
-        torch.testing.assert_close(tensor.residue, residues[name], rtol=1e-5, atol=1e-5)
-    assert ("this rank's parameters are not finite" in caplog.text) == (hvd.rank() == 1)
-
-    take_steps(optimizer, model, range(4, 6))
-    assert compressor.stats()["step"] == 2
-    assert same_on_all_ranks(model.values())
-    came = came_in(
-        range(hvd.size()),
-        range(6),
-        SHAPES,
-        lambda rank, step: SHAPES if rank == 1 and step in (2, 3) else (),
-    )
-    assert_nothing_is_lost(model, compressor, came, divisor=hvd.size())
-
-
 # Parameters and ranks of every kind.
 
 

@@ -31,11 +31,14 @@ from scalecom_hvd.exchange.gradients import have_finite_gradients
 BF16 = torch.bfloat16
 
 
-def assert_nothing_is_lost(ranks, first, end):
-    """Train up to step `end`, and synchronise. The ranks' first `first` steps were the same."""
+def assert_nothing_is_lost(ranks, first, end, more=0.0):
+    """Train up to step `end`, and synchronise. The ranks' first `first` steps were the same.
+
+    more: what else came in.
+    """
     ranks.train(first, end)
     ranks.meet()
-    came = sum(sum(GRADIENTS[step % 5]) for step in range(end)) / 2
+    came = more + sum(sum(GRADIENTS[step % 5]) for step in range(end)) / 2
     moved = begun() - ranks.values() + ranks.residues()
     near = 0.1 if ranks.settings["dtype"] == BF16 else 1e-5
     torch.testing.assert_close(moved, torch.full_like(moved, came), rtol=0, atol=near)
@@ -359,7 +362,7 @@ def test_a_rank_is_told_that_its_gradients_stay_bad(caplog):
     ("more", "lost"), [({}, 4), ({"overlap": 2}, 6), ({"clip_changes": 3}, 4), ({"early": True}, 3)]
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_rank_whose_change_is_not_finite_goes_back(more, lost, value):
+def test_a_rank_whose_change_is_not_finite_goes_back(more, lost, value, caplog):
     """Its steps are lost. The other rank sends its change again."""
     early = more.get("early")
     ranks = Ranks(**WHOLE, **({} if early else more))
@@ -370,6 +373,7 @@ def test_a_rank_whose_change_is_not_finite_goes_back(more, lost, value):
     else:
         assert torch.equal(ranks.values(1), begun())
         torch.testing.assert_close(ranks.values(0), begun() - lost * 0.25)
+        assert caplog.text.count("this rank's parameters are not finite") == 1
     assert ranks.stats()["skipped_steps"] == 1
     ranks.step([0.25, 0.5], 4)
     ranks.meet()
@@ -390,6 +394,18 @@ def test_a_fragment_that_is_void():
     ranks.step(0.25, 4)
     ranks.meet()
     torch.testing.assert_close(ranks.values(), begun() - torch.tensor([1.75] * 120 + [1.5] * 80))
+
+
+@pytest.mark.parametrize("compression", [hvd.ScaleCom, hvd.LocalTopK])
+def test_a_void_synchronisation_leaves_residues(compression):
+    """A change is finite, but too large for a residue."""
+    ranks = Ranks(2, 2, beta=1.0, compression=compression)
+    ranks.train(0, 2)
+    before = ranks.residues()
+    ranks.step([0.25, 1.2e30], 2)  # each is accepted, but twice this is too large
+    torch.testing.assert_close(ranks.residues(), before)
+    assert (ranks.stats()["step"], ranks.stats()["skipped_steps"]) == (1, 1)
+    assert_nothing_is_lost(ranks, 2, 4, more=2 * 0.25 / 2)
 
 
 def test_a_void_synchronisation_leaves_the_outer_momentum():
