@@ -49,14 +49,14 @@ class Pace:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Enclose a step's end, in which the caller has nothing to do but to wait for averages."""
-        step = self._residues.step
+        step, rung = self._residues.step, self._residues.rung
         self._timer.start()
         yield
         self._timer.stop()
         began, self._ended = self._ended, time.perf_counter()
         counts, controller = self._residues.step > step, self._controller
         # Until the others know of a change, steps are on the rung before.
-        if counts and began and controller is not None and controller.rung == self._residues.rung:
+        if counts and began and controller is not None and controller.rung == rung:
             controller.note(self._ended - began, self._timer.seconds())
 
     def stats(self) -> Stats:

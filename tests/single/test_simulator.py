@@ -74,6 +74,8 @@ def test_nothing_is_lost_when_the_rung_changes(n, fields, monkeypatch):
         assert simulation.compressors[0].stats()["stage"] == str(LADDER[rungs[-1]])
     assert len(set(rungs)) > 6
     assert WHOLE in rungs
+    # Ranks take a rung at the end of a step. It is first measured in the step after that one.
+    assert all(b in (a, c) for a, b, c in zip(rungs, rungs[1:], rungs[2:], strict=False))
 
 
 @pytest.mark.parametrize(
