@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scalecom_hvd import ddp
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.stages import LADDER
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -179,7 +180,8 @@ def test_a_node_is_one_worker_of_the_reference(face, optimizer, settings):
     stats = trained.served.stats()
     if face is not Sharded:  # FSDP2 averages in a node by itself
         assert stats["ranks_per_node"] == local()
-        assert (stats["bytes_in_node"] > 0) == (local() > 1)
+        elements = sum(p.numel() for p in other.parameters())  # of 8 bytes, added up twice
+        assert stats["bytes_in_node"] == 2 * 2 * (local() - 1) * 8 * elements // local()
 
 
 # Uneven in every way of cutting.
@@ -284,9 +286,17 @@ def test_all_ranks_of_a_node_compress_the_same(face, settings):
     assert rates["2.weight"] == (2 if "rates" in settings else None)
 
 
+class Apart(Restless):
+    """Wants another rung on each shard's first rank."""
+
+    def note(self, seconds, exposed):
+        self.rung = (super().note(seconds, exposed) + hvd.rank()) % len(LADDER)
+        return self.rung
+
+
 @on_every_face
 def test_all_ranks_of_all_nodes_take_a_rung_together(face, monkeypatch):
-    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", Restless)
+    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", Apart)
     trained, rungs = make(face, rate="auto", bits=None, nu=None, beta=None), []
     for step in range(12):
         take(trained, step)

@@ -75,7 +75,7 @@ def test_a_slow_rank_is_not_mended_by_sending_less():
 
 
 def test_it_searches_again_if_steps_take_another_time():
-    """The network becomes slower, and later the computation longer."""
+    """The network becomes slower, later the computation longer, and in the end all is quick."""
     controller = RateController(2)
     assert run(controller, network(40, noise=0.02), 300)[-1] == WHOLE
     slow = run(controller, network(0.3, noise=0.02), 800)[-1]
@@ -83,6 +83,7 @@ def test_it_searches_again_if_steps_take_another_time():
     longer = run(controller, network(0.3, noise=0.02, compute=20 * COMPUTE), 2500)[-1]
     assert longer < slow
     assert controller.is_settled
+    assert run(controller, network(40, noise=0.02), 800)[-1] == WHOLE
 
 
 def test_the_first_steps_and_pauses_do_not_count():

@@ -97,7 +97,7 @@ def test_a_resumed_run_has_the_rung_of_the_saved_one_or_its_own_rate(before, aft
     first, second = simulate(2, rate=before), simulate(2, rate=after)
     for step in range(5):
         first.step(as_tensors(made_up(2, step)))
-    rung = first.compressors[0].residues.rung
+    since = first.compressors[0].residues.rung, first.compressors[0].residues.rung_since
     for compressor, saved in zip(second.compressors, first.compressors, strict=True):
         compressor.load_state_dict(copy.deepcopy(saved.state_dict()))
     assert_same(residues_of(second), residues_of(first))
@@ -108,12 +108,22 @@ def test_a_resumed_run_has_the_rung_of_the_saved_one_or_its_own_rate(before, aft
         for own in residues_of(second)
     ]
     if after == "auto":
-        assert resumed.rung == (rung if before == "auto" else START)
-        reference.rung, reference._rung_since = resumed.rung, resumed.rung_since
+        reference.rung, reference._rung_since = since if before == "auto" else (START, 5)
+        assert (resumed.rung, resumed.rung_since) == (reference.rung, reference._rung_since)
     for step in range(5, 9):
         step_as(reference, second, made_up(2, step), 1e-6)
         if after == "auto":
             reference.take_rung(resumed.rung)
+
+
+def test_a_newcomer_takes_the_rung_of_the_others(monkeypatch):
+    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", Restless)
+    first, second = simulate(2, rate="auto"), simulate(2, rate="auto")
+    for step in range(4):
+        first.step(as_tensors(made_up(2, step)))
+    second.compressors[1].load_state_dict(first.compressors[1].state_dict())
+    second.step(as_tensors(made_up(2, 4)))
+    assert {c.residues.rung for c in second.compressors} == {first.compressors[1].residues.rung}
 
 
 @pytest.mark.parametrize("saved_at", [1, 3, 5])

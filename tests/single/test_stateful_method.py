@@ -213,6 +213,13 @@ def test_a_run_goes_on_from_a_file_to_the_bit(at, early):
         assert_same(again.step(made_up(2, at)), simulation.step(made_up(2, at)))
 
 
+def test_a_state_saved_before_there_was_an_optimizer_is_that_of_the_start():
+    simulation = trained(3)
+    for method in simulation.compressors:
+        method.load_state_dict(Momentum(**SETTINGS).state_dict())
+    assert_same(everything(simulation), everything(trained(0)))
+
+
 def put(state, path, value=None):
     """Change a state where this path of keys leads; no value: remove what is there."""
     *way, last = path.split()
