@@ -251,7 +251,7 @@ class LocalSteps(Averager):
             self._arrive()
         if not self._open:
             return
-        self._early += self.taken < self._residues.config.warmup_steps
+        self._early += self.taken <= self._residues.config.warmup_steps
         # If a rank's change is not finite, nothing is averaged, and that rank goes back to x. The
         # second attempt then works.
         for _ in range(2):
