@@ -51,6 +51,7 @@ def everything(simulation):
             {
                 "step": method.residues.step,
                 "residues": {n: t.residue for n, t in method.residues.tensors.items()},
+                "norms": {n: vars(t.norms) for n, t in method.residues.tensors.items()},
                 "tensors": method.run.tensor_states,
                 "method": method.run.method_state,
             }
