@@ -36,17 +36,17 @@ def local_members(
         Every rank has to take every step. If a gradient is not finite, the step changes nothing on
         this rank. Of a closure, only the first evaluation is checked.
         """
+        # A GradScaler leaves unscaling and skipping to an optimizer that says it can do both. If
+        # the GradScaler skipped a step itself, this rank would miss its turn. It tells the scale in
+        # these attributes, which are taken away at once: the base class may know them too, and
+        # after a step that fails nobody else would delete them.
+        scale, found = (vars(self).pop(name, None) for name in ("grad_scale", "found_inf"))
         check_parameters(self.param_groups, known, "synchronise")
         trained = [p for group in self.param_groups for p in group["params"]]
-        # A GradScaler leaves unscaling and skipping to an optimizer that says it can do both. If
-        # the GradScaler skipped a step itself, this rank would miss its turn.
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:
             scale = float(scale)
             for grad in (p.grad for p in trained if p.grad is not None):
                 grad.div_(scale)
-        if found is not None:
-            self.grad_scale = self.found_inf = None  # for the base class, which may know them too
 
         def check(result: object = None) -> None:
             bad = found is not None and bool(float(found))
@@ -70,14 +70,10 @@ def local_members(
 
             return base.step(self, checked)
 
-        try:
-            return local.step(take)
-        except BaseException:
-            # A GradScaler deletes them only after a step that ends well, and multiplies what is
-            # left with the next step's scale.
-            if found is not None:
-                del self.grad_scale, self.found_inf
-            raise
+        result = local.step(take)
+        if found is not None:
+            self.grad_scale = self.found_inf = None  # for the GradScaler to delete
+        return result
 
     members: dict[str, Any] = {
         "_local": local,

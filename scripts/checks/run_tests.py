@@ -88,10 +88,12 @@ TORCH = "join local_topk torch_*"  # join() comes first: see there
 # Without what each rank computes by itself, and how pages describe it. No launcher changes that.
 OF_MANY = f"{TORCH} -torch_pages -torch_profile -torch_momentum"
 # Two nodes of two ranks.
-NODES = "ddp_nodes ddp_sharded ddp_sharded_differential ddp_tensor_parallel torch_nodes torch_node_steps"
+NODES = """
+    ddp_nodes ddp_sharded ddp_sharded_differential ddp_tensor_parallel torch_nodes torch_node_steps
+"""
 # The tests of torch.distributed's face: its own, and those of both faces.
 DDP = f"""
-    ddp_* -ddp_devices -{NODES.replace(" ", " -")}
+    ddp_* -ddp_devices -{" -".join(NODES.split())}
     torch_amp torch_orders torch_parity torch_state torch_changed_gradients torch_thrown_away
     torch_unlike_ranks torch_methods::a_step_that_does_not_count_leaves_the_state
     torch_methods::resuming_is_bit_identical[Momentum-{{}}-new_optimizer]
