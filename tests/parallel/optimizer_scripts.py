@@ -86,6 +86,8 @@ class Script:
         buckets = {"leader": "staggered", "bucket_bytes": 1000}, {"bucket_bytes": 1}
         self.fields = choose(({}, {}, {"lookahead": True}, *buckets))
         self.fields |= {"warmup_steps": choose((0, 0, 2)), "dense": choose(((), ("bias",)))}
+        # Where a gradient may be an outlier, nothing must be cut off its residue.
+        self.fields["outliers"] = choose((4.0, None))
         self.method = choose(METHODS)  # Horovod's own optimizer takes only ScaleCom
         # torch's SGD cannot add a dense gradient to momentum that was sparse.
         self.momentum = choose((0.0, 0.9)) if self.sparse == "no" else 0.0
@@ -169,6 +171,7 @@ class Script:
             one_by_one=self.happens(0.3),
             penalty=self.happens(0.2),
             halve=choose(([], [], [], list(self.ranks), [self.ranks[-1]])),
+            outlier=choose((None, None, *self.ranks)) if self.fields["outliers"] is None else None,
         )
         model.passes, model.alike = model.passes + 1, model.alike and alike
 
