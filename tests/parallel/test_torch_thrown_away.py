@@ -192,13 +192,6 @@ def skipped(trained, step, zero):
     return int(step % 3 == 2)
 
 
-def thrown_away_each_step(trained, step, zero):
-    trained.throw_away(2 * step)
-    zero()
-    trained.step(2 * step + 1)
-    return 1
-
-
 def sign_of_inputs(trained, step, zero):
     """FGSM's first backward is for the inputs' gradients, but goes through the parameters too."""
     inputs = {name: grad.requires_grad_() for name, grad in mine(2 * step).items()}
@@ -231,7 +224,6 @@ SCRIPTS = [
     sharpness_aware,
     sharpness_aware_from_where_it_was,
     skipped,
-    thrown_away_each_step,
     sign_of_inputs,
     asked_for_without_parameters,
     several_passes_that_add_up,
