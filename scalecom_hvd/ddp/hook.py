@@ -221,8 +221,7 @@ class ScaleComState:
             if self._in_node is not None:
                 self._in_node.bring(buffer, gradients, f"bucket.{len(self._reduced)}")
             else:
-                for name, gradient in gradients.items():
-                    self._exchange.ready(name, flat_tensor(gradient))
+                self._exchange.ready_all({n: flat_tensor(g) for n, g in gradients.items()})
             self._reduced.append(reduced)
             self._missing.difference_update(gradients)
         # DDP numbers buckets and says which is the last, except in the first pass of a static

@@ -156,10 +156,15 @@ class Exchange(Averager):
             RuntimeError: it was reported in this step already, it has another size than its tensor
                 had, or something has failed on the background thread. The step is rolled back.
         """
+        self.ready_all({name: flat}, trained)
+
+    def ready_all(self, flats: Mapping[str, torch.Tensor | None], trained: bool = True) -> None:
+        """Report several gradients, in this order; see `ready`."""
         with self.entered(joins=False):
-            self._report(name, Gradient(flat, trained))
-            if self.agreed:
-                self._waves.of[name].waiting.discard(name)
+            for name, flat in flats.items():
+                self._report(name, Gradient(flat, trained))
+                if self.agreed:
+                    self._waves.of[name].waiting.discard(name)
             self._advance()
 
     def ready_elsewhere(self, name: str) -> None:

@@ -24,7 +24,6 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -151,12 +150,16 @@ class QuasiHyperbolic:
                 log.warning(NOTHING_EXCHANGED, UNUSED)
         if residues.step < 2:  # what the first step sends is not late
             return []
+        names = [kind.__name__ for kind in type(optimizer).__mro__]
+        momentum = next((MOMENTA[name] for name in names if name in MOMENTA), None)
         mixes = []
         for name, parameter, group in own:
             rate, state = residues.last_rate(name), optimizer.state.get(parameter)
             if rate > 1 and state and parameter.grad is not None and not parameter.grad.is_sparse:
-                momentum = self._momentum_of(optimizer, state)
-                if momentum is None or not (momentum.is_mixed or residues.config.nu):
+                if momentum is None:
+                    self._warn_of_unknown(names[0], state)
+                    continue
+                if not (momentum.is_mixed or residues.config.nu):
                     continue
                 buffer = state.get(momentum.key)
                 if buffer is not None and _fits(buffer, parameter):
@@ -168,18 +171,14 @@ class QuasiHyperbolic:
         """The step that gradients were averaged for has failed."""
         _averaging.clear()
 
-    def _momentum_of(self, optimizer: torch.optim.Optimizer, state: Kept) -> Momentum | None:
-        names = [kind.__name__ for kind in type(optimizer).__mro__]
-        known = next((MOMENTA[name] for name in names if name in MOMENTA), None)
+    def _warn_of_unknown(self, name: str, state: Kept) -> None:
         has_one = not {"exp_avg", "momentum_buffer"}.isdisjoint(state)
-        if known is None and has_one and names[0] not in self._unknown:
-            self._unknown.add(names[0])
-            log.warning(UNKNOWN, names[0])
-        return known
+        if has_one and name not in self._unknown:
+            self._unknown.add(name)
+            log.warning(UNKNOWN, name)
 
 
-@dataclass(frozen=True)
-class _Mix:
+class _Mix(NamedTuple):
     """One parameter's momentum in one step of its optimizer."""
 
     parameter: torch.Tensor
@@ -189,26 +188,23 @@ class _Mix:
     kappa: float
     step: int
 
-    @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The buffer, and g in its dtype."""
-        buffer = local_part(self.state[self.momentum.key])
-        gradient = local_part(self.parameter.grad).to(buffer.dtype)
-        return buffer, gradient
-
-    def size(self, steps: int) -> Size:
-        """a after so many steps, with the sign with which the optimizer takes gradients."""
-        size = self.momentum.size(self.group, self.state, steps)
-        return -size if self.group.get("maximize") else size
-
 
 @torch.no_grad()
 def _mix(mixes: list[_Mix], back: bool) -> None:
     """Mix kappa of the gradients into momenta, or take it out again."""
     by_share: dict[tuple[float, float], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    sizes: dict[tuple[int, Momentum], Size] = {}  # of optimizers that do not count steps
     for mix in mixes:
-        buffer, gradient = mix.tensors
-        size = mix.size(mix.step if back else mix.step - 1)
+        buffer, gradient = local_part(mix.state[mix.momentum.key]), local_part(mix.parameter.grad)
+        if gradient.dtype != buffer.dtype:
+            gradient = gradient.to(buffer.dtype)
+        size = sizes.get(like := (id(mix.group), mix.momentum))
+        if size is None:
+            size = mix.momentum.size(mix.group, mix.state, mix.step if back else mix.step - 1)
+            if mix.group.get("maximize"):  # the optimizer takes gradients with the other sign
+                size = -size
+            if "step" not in mix.state:
+                sizes[like] = size
         # (b - kappa * g) / (1 - kappa) is the same mix with this share.
         share = -mix.kappa / (1 - mix.kappa) if back else mix.kappa
         if isinstance(size, torch.Tensor):

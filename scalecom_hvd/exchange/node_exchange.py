@@ -135,8 +135,8 @@ class NodeExchange:
         own = self._brought[self._reported]
         self._reported += 1
         own.wait()
-        for name, gradient in own.gradients.items():
-            self.exchange.ready(name, self.cut(name, gradient.reshape(-1)), own.trained)
+        shards = {name: self.cut(name, g.reshape(-1)) for name, g in own.gradients.items()}
+        self.exchange.ready_all(shards, own.trained)
 
     @torch.no_grad()
     def finish(self) -> dict[str, torch.Tensor]:
