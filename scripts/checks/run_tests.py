@@ -104,15 +104,7 @@ UNLIKE = "tensorflow_tape::gradients_that_come_later_on_one_rank_alone"
 # They run at the same time, the longest first: see tests/integration/conftest.py.
 AT_ONCE = f"-n {min(4, len(CORES))} --dist loadgroup --no-loadscope-reorder"
 # Tests of tests/integration that kill ranks, or run on several hosts.
-KILLING = [
-    "hosts",
-    "torch_elastic",
-    "tensorflow_elastic",
-    "faults",
-    "soak",
-    "doctor_ranks",
-    "nodes",
-]
+KILLING = ["hosts", "tensorflow_elastic", "faults", "soak", "doctor_ranks", "nodes"]
 OTHERS = " ".join(f"--ignore=tests/integration/test_{name}.py" for name in KILLING)
 
 # The longest come first.

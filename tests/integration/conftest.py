@@ -27,7 +27,6 @@ LONGEST = (
     "test_hosts",
     "test_bench",
     "test_tensorflow_elastic",
-    "test_torch_elastic",
     "test_a_model_of_ones_own",
     "test_both_loops_learn",
     "test_killed_at_any_moment",
