@@ -1,6 +1,7 @@
 """Small models of PyTorch for the parallel tests."""
 
 import contextlib
+import copy
 import gc
 import io
 import time
@@ -25,8 +26,10 @@ __all__ = [
     "halve_gradient",
     "loss",
     "make_model",
+    "numbers",
     "on_some_rank",
     "parameters",
+    "resume",
     "same_on_all_ranks",
     "take",
     "take_steps",
@@ -144,6 +147,39 @@ def through_a_file(state, weights_only=True):
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=weights_only)
+
+
+def numbers(compressor):
+    """Copies of all numbers of a method's state."""
+    state = copy.deepcopy(compressor.state_dict())
+    return {name: state.get(name) for name in ("residues", "method_state", "step")}
+
+
+def resume(make, where, stop, end):
+    """Check that a run that goes on from a file at step `stop` equals one that never stopped.
+
+    make() -> model, optimizer, compressor. where: "new_optimizer" or "mid_run".
+    Returns the compressor.
+    """
+    model, optimizer, compressor = make()
+    take_steps(optimizer, model, range(stop))
+    values = {name: p.detach() for name, p in model.items()}
+    states = through_a_file([compressor.state_dict(), optimizer.state_dict(), values])
+    take_steps(optimizer, model, range(stop, end))
+    straight, stats = (copy.deepcopy(model), numbers(compressor)), compressor.stats()
+    if where == "new_optimizer":
+        model, optimizer, compressor = make()
+    compressor.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    with torch.no_grad():
+        for name, parameter in model.items():
+            parameter.copy_(states[2][name])
+    take_steps(optimizer, model, range(stop, end))
+    torch.testing.assert_close((model, numbers(compressor)), straight, rtol=0, atol=0)
+    assert compressor.stats() == stats
+    assert stats["step"] == end
+    assert same_on_all_ranks(model.values())
+    return compressor
 
 
 def halve_gradient(parameter) -> None:

@@ -4,8 +4,6 @@ Every method, also ScaleCom, takes the tests of what all methods share. A method
 wrongly what it sends loses gradients, or spoils a step.
 """
 
-import copy
-
 import numpy as np
 import pytest
 import rules
@@ -17,10 +15,11 @@ from models import (
     came_in,
     feed,
     gradients,
+    numbers,
     parameters,
+    resume,
     same_on_all_ranks,
     take_steps,
-    through_a_file,
     wrap,
 )
 from momentum import Momentum
@@ -321,12 +320,6 @@ def test_nothing_is_lost(method, fields):
     assert_nothing_is_lost(model, compressor, total, hvd.size())
 
 
-def numbers(compressor):
-    """Copies of all numbers of a method's state."""
-    state = copy.deepcopy(compressor.state_dict())
-    return {name: state.get(name) for name in ("residues", "method_state", "step")}
-
-
 def assert_equal(one, other):
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
@@ -335,26 +328,12 @@ def assert_equal(one, other):
 @with_each(*METHODS, *SOME_QUANTISED, (Momentum, {}))
 def test_resuming_is_bit_identical(method, fields, where):
     settings = {"beta": 0.5, "bucket_bytes": 10_000, "momentum": 0.9, "lr": 0.1, "warmup_steps": 2}
-    model = parameters(SHAPES)
-    optimizer, compressor = make(model, method, fields, **settings)
-    take_steps(optimizer, model, range(4))
-    values = {name: p.detach() for name, p in model.items()}
-    saved = through_a_file([compressor.state_dict(), optimizer.state_dict(), values])
-    take_steps(optimizer, model, range(4, 7))
-    straight = copy.deepcopy(model), numbers(compressor)
 
-    if where == "new_optimizer":
+    def run():
         model = parameters(SHAPES)
-        optimizer, compressor = make(model, method, fields, **settings)
-    state, momentum, values = saved
-    compressor.load_state_dict(state)
-    optimizer.load_state_dict(momentum)
-    with torch.no_grad():
-        for name, parameter in model.items():
-            parameter.copy_(values[name])
-    take_steps(optimizer, model, range(4, 7))
-    assert compressor.stats()["step"] == 7
-    assert_equal((model, numbers(compressor)), straight)
+        return model, *make(model, method, fields, **settings)
+
+    resume(run, where, 4, 7)
 
 
 THROWN_AWAY = "its averages are thrown away"
