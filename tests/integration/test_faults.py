@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).with_name("worker_faults.py")
-END = Path(__file__).with_name("worker_end.py")
 LAUNCHERS = [pytest.param("mpirun", marks=pytest.mark.long), "horovodrun --gloo"]
 
 
@@ -49,5 +48,5 @@ def test_a_rank_ends_while_another_submits(launched, launcher):
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 def test_a_script_ends_while_averages_travel(launched, launcher):
     """The rank that ends first waits for the others' part, and no rank waits forever."""
-    output = launched(launcher, 2, [END], limit=60)
+    output = launched(launcher, 2, [WORKER, "travels"], limit=60)
     assert all(f"rank {rank} is done" in output for rank in range(2))

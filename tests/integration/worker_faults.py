@@ -1,8 +1,10 @@
 """Run on every rank by test_faults.py. Rank 0 prints the result.
 
-Arguments: "late SECONDS", "longer" or "submits".
+Arguments: "late SECONDS", "longer", "submits" or "travels".
 """
 
+import copy
+import gc
 import sys
 import time
 
@@ -45,6 +47,24 @@ def train(late=0.0):
     return [*model.state_dict().values(), *residues.values()]
 
 
+def train_with_overlap(steps):
+    weights = [torch.nn.Parameter(torch.ones(40_000)) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(weights, lr=0.1),
+        named_parameters=[(f"weight{i}", weight) for i, weight in enumerate(weights)],
+        compression=hvd.ScaleCom(rate=100, bucket_bytes=200_000),
+        local_steps=4,
+        overlap=3,
+    )
+    for number in range(steps):
+        for weight in weights:
+            weight.grad = torch.full_like(weight, 1.0 + hvd.rank())
+        if hvd.rank() == 1 and number == 7:
+            time.sleep(1)  # the other rank has sent its part, and goes on to its end
+        optimizer.step()
+    return optimizer
+
+
 if sys.argv[1] == "late":
     in_time = train()
     began = time.monotonic()
@@ -53,6 +73,11 @@ if sys.argv[1] == "late":
     assert all(torch.equal(a, b) for a, b in zip(in_time, late, strict=True))
     if hvd.rank() == 0:
         print(f"waited {waited:.0f} s, and everything is as if it had not")
+elif sys.argv[1] == "travels":
+    train_with_overlap(9)  # drops the optimizer
+    gc.collect()
+    kept = train_with_overlap(8)
+    sys.stdout.write(f"rank {hvd.rank()} is done\n")
 elif sys.argv[1] == "submits":
     tensors = [torch.zeros(1) for _ in range(40_000)]
     hvd.allreduce(torch.zeros(1))
@@ -72,21 +97,14 @@ else:
         step(model, optimizer, number)
     if hvd.rank() == 0:
         compressor = optimizer.compression
-        before = {
-            name: residue.clone() for name, residue in compressor.state_dict()["residues"].items()
-        }
-        weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+        before = copy.deepcopy(compressor.state_dict()["residues"])
+        weights = copy.deepcopy(model.state_dict())
         try:
             step(model, optimizer, 5)
         except HorovodInternalError as error:
             print(f"a step more: {type(error).__name__}: {error}")
-        now = compressor.state_dict()["residues"]
         assert compressor.stats()["step"] == 5
-        assert all(
-            torch.allclose(now[name], residue, rtol=1e-5, atol=1e-8)
-            for name, residue in before.items()
-        )
-        assert all(
-            torch.equal(weight, weights[name]) for name, weight in model.state_dict().items()
-        )
+        now = compressor.state_dict()["residues"]
+        torch.testing.assert_close(now, before, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(dict(model.state_dict()), dict(weights), rtol=0, atol=0)
         print("nothing was lost")
