@@ -45,12 +45,6 @@ def test_everything_that_is_here_works(run):
     assert output.rstrip().endswith("Nothing is wrong.")
 
 
-def test_a_misspelt_variable_is_wrong(run):
-    output = run([*DOCTOR, "--no-self-test"], fails=True, SCALECOM_RATEE="5")
-    assert "did you mean SCALECOM_RATE?" in re.sub(r"\s+", " ", output)
-    assert "1 thing is wrong" in output
-
-
 def test_what_cannot_be_loaded_is_wrong_and_what_is_not_there_is_missing(run, copied):
     package, environment = copied
     (package / "native" / "_lanes.so").write_bytes(b"no library")
