@@ -19,10 +19,12 @@ TensorFlow's only some run again, because tracing takes long.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -202,6 +204,8 @@ def run(name: str, part: Part) -> tuple[bool, int]:
         process = subprocess.Popen(line, cwd=ROOT, env=launch.environment(**more), **options)
         running.append(process)
         code = process.wait()
+        with contextlib.suppress(ProcessLookupError):  # nothing of its group is left
+            os.killpg(process.pid, signal.SIGKILL)
         log.seek(0)
         output = log.read()
     verdict = f"FAILED: exit code {code}" if code else "ok"
