@@ -17,6 +17,7 @@ from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives
 
 BETWEEN, INSIDE = "replicate", "shard"
 EXAMPLE = 'init_device_mesh("cpu", (nodes, ranks_per_node), mesh_dim_names=("replicate", "shard"))'
+FULLY_SHARD = 'fully_shard(module, mesh=mesh["replicate", "shard"])'
 
 
 def check_mesh(mesh: object, sharded: bool = False) -> None:
@@ -68,6 +69,16 @@ def check_same_ranks(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:
         )
 
 
+def is_hybrid(parameter: torch.Tensor, mesh: DeviceMesh | None) -> bool:
+    """Whether fully_shard was given both dimensions, so that it averages between nodes itself."""
+    theirs = getattr(parameter, "device_mesh", None)
+    if theirs is None or theirs.ndim == 1 or mesh is None or INSIDE not in mesh.mesh_dim_names:
+        return False
+    groups = theirs.get_group(0), mesh.get_group(BETWEEN)  # names may differ
+    first, peers = map(dist.get_process_group_ranks, groups)
+    return first == peers and parameter.placements[0].is_replicate()  # type: ignore[attr-defined]
+
+
 def check_shards(parameters: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> None:
     """Raise TypeError or ValueError unless each is sharded inside the node, and nowhere else.
 
@@ -87,30 +98,22 @@ def check_shards(parameters: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> No
             continue
         if theirs is None:
             raise TypeError(
-                f"{name} is not sharded, but mesh= is for sharded models. Call fully_shard(model, "
-                f'mesh=mesh["{INSIDE}"]) first. If fully_shard was told to ignore it, no rank '
-                "averages it: train it with an optimizer of its own. If each rank has the whole "
-                "model, wrap the model in DistributedDataParallel, and give the mesh to "
-                "ScaleComState"
-            )
-        dimensions = theirs.mesh_dim_names or ()
-        if BETWEEN in dimensions:
-            raise ValueError(
-                f"{name} is sharded over a mesh with the dimensions {dimensions}. "
-                "fully_shard would itself average gradients between nodes, uncompressed. Give "
-                f'fully_shard one dimension: fully_shard(module, mesh=mesh["{INSIDE}"])'
+                f"{name} is not sharded, but mesh= is for sharded models. Call {FULLY_SHARD} "
+                "first. If fully_shard was told to ignore it, no rank averages it: train it with "
+                "an optimizer of its own. If each rank has the whole model, wrap the model in "
+                "DistributedDataParallel, and give the mesh to ScaleComState"
             )
         placements = parameter.placements  # type: ignore[attr-defined]
-        along = dict(zip(dimensions, placements, strict=False))
-        is_sharded = not is_fsdp or (INSIDE in along and not along[INSIDE].is_replicate())
-        if not own.issuperset(theirs.mesh.flatten().tolist()) or not is_sharded:
-            call = (
-                f'fully_shard(module, mesh=mesh["{INSIDE}"])' if is_fsdp else "parallelize_module"
-            )
+        along = dict(zip(theirs.mesh_dim_names or (), placements, strict=False))
+        ranks, inside = theirs.mesh, along.get(INSIDE)
+        if is_hybrid(parameter, mesh):
+            ranks, inside = ranks[theirs.get_local_rank(0)], placements[1]
+        is_sharded = not is_fsdp or (inside is not None and not inside.is_replicate())
+        if not own.issuperset(ranks.flatten().tolist()) or not is_sharded:
             raise ValueError(
                 f"{name} has the placements {placements} on ranks {theirs.mesh.tolist()}, but must "
-                f"be sharded over ranks {sorted(own)}, which are a node of mesh=. Call {call} with "
-                "the same mesh"
+                f"be sharded over ranks {sorted(own)}, which are a node of mesh=. Call "
+                f"{FULLY_SHARD if is_fsdp else 'parallelize_module'} with the same mesh"
             )
 
 

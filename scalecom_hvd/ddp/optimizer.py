@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from scalecom_hvd.ddp.fsdp_groups import FsdpGroups
 from scalecom_hvd.ddp.nodes import (
     check_averages,
     check_mesh,
@@ -109,8 +110,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             out `op` and process_group. Make the parameters the same on all ranks by a seed, or by
             the transport's `broadcast`. None: torch.distributed's transport.
         mesh: a mesh of nodes times the ranks of each node, with dimensions named "replicate" and
-            "shard", for a model that fully_shard (FSDP2) sharded over mesh["shard"]. FSDP2 averages
-            gradients whole inside a node, and this optimizer compresses them between nodes. p.grad
+            "shard", for a model that fully_shard (FSDP2) sharded over it. FSDP2 averages gradients
+            whole inside a node, and this optimizer compresses them between nodes. p.grad
             is the average when backward returns, so nothing has to be synchronized. With tensor
             parallelism inside nodes, the dimensions after "replicate" may have other names. With
             local steps, a node's ranks step together, and the model may be sharded or wrapped by
@@ -199,7 +200,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         members, bases = local_members(local, type(optimizer), parameters.values()), ()
     members["compression"] = _Averaging.compression
     with method.run.released_on_error():
-        wrapped = _of_own_class(optimizer, bases, members, _method=method)
+        fsdp = FsdpGroups(parameters.values(), mesh)
+        wrapped = _of_own_class(optimizer, bases, members, _method=method, _fsdp=fsdp)
         if local_steps is None:
             # A single rank has nothing to average.
             trained = parameters.values() if collectives.size > 1 else ()
@@ -221,7 +223,7 @@ def _of_sharded_parameters(
 ) -> Any:
     """The optimizer for parameters that are sharded inside the nodes of a mesh."""
     peers, ranks = _peers_and_node(parameters, mesh)
-    gradients = ShardedGradients(parameters, method, peers, Node(ranks), groups, passes)
+    gradients = ShardedGradients(parameters, mesh, method, peers, Node(ranks), groups, passes)
     bases = (AveragesInBackward,)
     wrapped = _of_own_class(optimizer, bases, _gradients=gradients, _method=method)
     for collectives in (peers, ranks):

@@ -7,7 +7,7 @@ FSDP2 that shards inside nodes and replicates between them. FSDPModule.set_all_r
 this: FSDP2 uses the buffer as soon as the hook returns, but averages exist only when all buckets
 are known to be sound.
 
-Imports divide_factor, and exchange, methods, gradients, faces, optimizer_gradients and
+Imports fsdp_groups, and exchange, methods, gradients, faces, optimizer_gradients and
 unused_averages of exchange/.
 """
 
@@ -16,13 +16,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.distributed.device_mesh import DeviceMesh
 
-from scalecom_hvd.ddp.divide_factor import DivideFactors
+from scalecom_hvd.ddp.fsdp_groups import FsdpGroups
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.face import Options
@@ -40,6 +40,7 @@ class ShardedGradients:
 
     Args:
         parameters: {name: DTensor}, sharded only inside the node.
+        mesh: the mesh of nodes.
         method: begins to serve these parameters.
         peers: the ranks that hold the same shards.
         node: the ranks that hold the other shards.
@@ -50,6 +51,7 @@ class ShardedGradients:
     def __init__(
         self,
         parameters: Mapping[str, torch.Tensor],
+        mesh: DeviceMesh,
         method: Method,
         peers: Collectives,
         node: Node,
@@ -91,11 +93,10 @@ class ShardedGradients:
             for p in parameters.values()
             if hasattr(p, "device_mesh")
         )
-        self._factors = DivideFactors(parameters.values())
         method.mix_momentum(parameters, peers)
+        self._fsdp = FsdpGroups(parameters.values(), mesh)  # retires an optimizer made before
         itself = weakref.ref(self)
         for parameter in parameters.values() if peers.size > 1 else ():
-            _served_by[parameter] = itself  # retires an optimizer that was made before
             parameter.register_post_accumulate_grad_hook(functools.partial(_report, itself))
 
     def came(self, parameter: torch.Tensor) -> None:
@@ -163,8 +164,10 @@ class ShardedGradients:
         """
         if not self._passes_over:
             return
-        self._passes_over, self._is_first = 0, False
         try:
+            if self._is_first:
+                self._fsdp.check_owned()
+            self._passes_over, self._is_first = 0, False
             for parameter in dict.fromkeys([*self._arrived, *self._names]):
                 if parameter not in self._taken:
                     self._report(parameter)
@@ -173,7 +176,7 @@ class ShardedGradients:
             for parameter, name in self._names.items():
                 if name in averages:
                     average = averages[name].view(local_part(parameter).shape)
-                    if self._factors.is_given(parameter):
+                    if self._fsdp.is_factor_given(parameter):
                         average.mul_(self._exchange.collectives.size)
                     _put(parameter, average)
                 if parameter.grad is not None:
@@ -211,15 +214,11 @@ class ShardedGradients:
         return self._names
 
 
-# For each parameter, what averages its gradients: the optimizer that was made last.
-_served_by: MutableMapping[torch.Tensor, weakref.ref[ShardedGradients]] = WeakTensorKeyDictionary()
-
-
 @not_compiled
 def _report(gradients: Callable[[], ShardedGradients | None], parameter: torch.Tensor) -> None:
     own = gradients()
     # None: the optimizer was deleted, and its parameters are still in use.
-    if own is not None and _served_by.get(parameter) is gradients:
+    if own is not None and own._fsdp.has(parameter):
         own.came(parameter)
 
 

@@ -91,7 +91,8 @@ TORCH = "join local_topk torch_*"  # join() comes first: see there
 OF_MANY = f"{TORCH} -torch_pages -torch_profile -torch_momentum"
 # Two nodes of two ranks.
 NODES = """
-    ddp_nodes ddp_sharded ddp_sharded_differential ddp_tensor_parallel torch_nodes torch_node_steps
+    ddp_fsdp_groups ddp_nodes ddp_sharded ddp_sharded_differential ddp_tensor_parallel torch_nodes
+    torch_node_steps
 """
 # The tests of torch.distributed's face: its own, and those of both faces.
 DDP = f"""

@@ -52,10 +52,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (nodes, args.ranks_per_node), mesh_dim_names=names)
     torch.manual_seed(0)  # the same parameters on all nodes
     model = Transformer(width=128, inner=512, layers=4).to(device)
-    shards = mesh if args.dense else mesh["shard"]  # with `mesh`, FSDP2 averages between nodes
     for block in model.layers.layers:
-        fully_shard(block, mesh=shards)
-    fully_shard(model, mesh=shards)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
     if not args.dense:
         optimizer = DistributedOptimizer(

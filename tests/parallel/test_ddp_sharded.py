@@ -50,6 +50,12 @@ def local():
     return hvd.size() // NODES
 
 
+# Besides models.py's.
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
+MADE = OPTIMIZERS | {way: functools.partial(ADAMW, **{way: True}) for way in ("foreach", "fused")}
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
 class Net(nn.Module):
     """Shards of 13 rows are uneven. `extra` may be left out, and `body` may be called twice."""
 
@@ -68,8 +74,18 @@ class Net(nn.Module):
         return self.last(x) + (self.extra(x) if extra else 0)
 
 
+@pytest.fixture(params=[NAMES, "shard"], ids=["2-D", "1-D"])
+def dimensions(request, monkeypatch):
+    """The dimensions of the mesh that fully_shard is given."""
+    monkeypatch.setattr("test_ddp_sharded.given", request.param)
+
+
+given = NAMES
+both_meshes = pytest.mark.usefixtures("dimensions")
+
+
 def shard(model, mesh=None, **settings):
-    mesh = make_mesh()["shard"] if mesh is None else mesh
+    mesh = make_mesh()[given] if mesh is None else mesh
     for module in (model.body, model.extra):
         fully_shard(module, mesh=mesh, **settings)
     return fully_shard(model, mesh=mesh, **settings)
@@ -80,7 +96,7 @@ def make(optimizer="adamw", compression=None, model=None, passes=1, of_fsdp=None
     shard(model, **(of_fsdp or {}))
     method = compression or ScaleCom(**{**SETTINGS, **settings})
     wrapped = DistributedOptimizer(
-        OPTIMIZERS[optimizer](model.parameters()),
+        MADE[optimizer](model.parameters()),
         model.named_parameters(),
         compression=method,
         backward_passes_per_step=passes,
@@ -89,10 +105,17 @@ def make(optimizer="adamw", compression=None, model=None, passes=1, of_fsdp=None
     return model, wrapped
 
 
+def of_sgd(model, names=None):
+    """Make an optimizer of a model that is sharded already, or of some of its parameters."""
+    named = [pair for pair in model.named_parameters() if names is None or pair[0] in names]
+    optimizer = OPTIMIZERS["sgd"]([p for _, p in named])
+    return DistributedOptimizer(optimizer, named, ScaleCom(rate=1), mesh=make_mesh())
+
+
 def plain(optimizer="adamw", model=None, of_fsdp=None):
     model = Net().double() if model is None else model
     shard(model, make_mesh(), **(of_fsdp or {}))
-    return model, OPTIMIZERS[optimizer](model.parameters())
+    return model, MADE[optimizer](model.parameters())
 
 
 def loss(model, rank, step, **how):
@@ -134,31 +157,45 @@ def test_parameters_that_are_offloaded_to_the_host():
         torch.testing.assert_close(p.to_local().cpu(), q.to_local().cpu(), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {},
-        {"twice": True},
-        {"extra": False},
-        {"checkpointed": True},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "of_fsdp",
-    [{}, pytest.param({"reshard_after_forward": False}, marks=pytest.mark.long)],
-    ids=str,
-)
-def test_with_everything_chosen_it_is_plain_fsdp2(how, of_fsdp):
-    model, wrapped = make(rate=1, of_fsdp=of_fsdp)
-    other, optimizer = plain(of_fsdp=of_fsdp)
+CASES = {
+    "as usual": {},
+    "called twice": {"how": {"twice": True}},
+    "unused": {"how": {"extra": False}},
+    "checkpointed": {"how": {"checkpointed": True}},
+    "frozen": {"frozen": "body"},
+    "clipped": {"clip": 0.05},
+    "foreach": {"optimizer": "foreach"},
+    "fused": {"optimizer": "fused"},
+    "mixed precision": {"of_fsdp": {"mp_policy": BFLOAT16}},
+    "whole in backward": {"of_fsdp": {"reshard_after_forward": False}},
+    "gathered twice": {"of_fsdp": {"reshard_after_forward": True}},
+    "gathered from few ranks": {"of_fsdp": {"reshard_after_forward": 2}},
+}
+
+
+@both_meshes
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_with_everything_chosen_it_is_plain_fsdp2(case):
+    kind, of_fsdp = case.get("optimizer", "adamw"), case.get("of_fsdp", {})
+    if of_fsdp.get("reshard_after_forward") == 2 and (local() % 2 or given != NAMES):
+        pytest.skip("PyTorch makes such groups on all ranks, and of an even number of them")
+    models = [Net() if "mp_policy" in of_fsdp else Net().double() for _ in range(2)]
+    if "frozen" in case:
+        for model in models:
+            getattr(model, case["frozen"]).requires_grad_(False)
+    model, wrapped = make(kind, rate=1, model=models[0], of_fsdp=of_fsdp)
+    other, optimizer = plain(kind, model=models[1], of_fsdp=of_fsdp)
     for step in range(4):
-        own = how if step != 2 else {}
-        take(model, wrapped, step, **own)
-        take(other, optimizer, step, **own)
+        for m, o in ((model, wrapped), (other, optimizer)):
+            o.zero_grad()
+            loss(m, dist.get_rank(), step, **(case.get("how", {}) if step != 2 else {})).backward()
+            if "clip" in case:
+                nn.utils.clip_grad_norm_(m.parameters(), case["clip"])
+            o.step()
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None)
-    assert_close(model, whole(other))
+            assert p.grad is None or p.grad.placements == p.placements
+    assert_close(model, whole(other), rtol=1e-5 if "mp_policy" in of_fsdp else 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -233,11 +270,12 @@ def test_nodes_that_leave_out_a_module_have_its_gradients_too(settings):
         assert same_on_all_ranks(whole(model).values()), step
 
 
+@both_meshes
 def test_models_that_were_sharded_one_by_one():
     """Without a common root, FSDP2 reduces gradients of some only when backward has ended."""
     models = [nn.ModuleList([Net().body, Net().body]).double() for _ in range(2)]
     for part in models[0]:
-        fully_shard(part, mesh=make_mesh()["shard"])
+        fully_shard(part, mesh=make_mesh()[given])
     sgd = torch.optim.SGD(models[0].parameters(), lr=0.1)
     wrapped = DistributedOptimizer(
         sgd,
@@ -266,7 +304,8 @@ def test_models_that_were_sharded_one_by_one():
     assert_close(models[0], dict(models[1].named_parameters()))
 
 
-@pytest.mark.parametrize("way", ["no sync", "passes", "sums of shards"])
+@both_meshes
+@pytest.mark.parametrize("way", ["no sync", "all reduce", "passes", "sums of shards"])
 def test_microbatches(way):
     """Gradients are exchanged once, after the last microbatch. FSDP2 sums whole ones, or shards."""
     if DEVICE == "delayed" and way != "no sync":
@@ -278,10 +317,16 @@ def test_microbatches(way):
             o.zero_grad()
             for micro in range(3):
                 m.set_requires_gradient_sync(way != "no sync" or micro == 2)
+                m.set_requires_all_reduce(way != "all reduce" or micro == 2)
                 loss(m, dist.get_rank(), 3 * step + micro).backward()
+                waits = all(p.grad is None for p in m.parameters())
+                if m is other or given == NAMES:
+                    assert waits == (micro < 2 and way in ("no sync", "all reduce"))
             o.step()
     assert_close(model, whole(other))
-    assert wrapped.compression.stats()["step"] == (9 if way == "sums of shards" else 3)
+    # Without the dimension between nodes, FSDP2 has no all-reduce to leave out.
+    is_each = way == "sums of shards" or (way == "all reduce" and given != NAMES)
+    assert wrapped.compression.stats()["step"] == (9 if is_each else 3)
 
 
 def test_a_step_before_all_passes_averages_what_there_is():
@@ -290,17 +335,6 @@ def test_a_step_before_all_passes_averages_what_there_is():
     take(model, wrapped, 0)
     take(other, optimizer, 0)
     assert_close(model, whole(other))
-
-
-def test_mixed_precision():
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    settings = {"of_fsdp": {"mp_policy": policy}}
-    model, wrapped = make(model=Net(), rate=1, **settings)
-    other, optimizer = plain(model=Net(), **settings)
-    for step in range(3):
-        take(model, wrapped, step)
-        take(other, optimizer, step)
-    assert_close(model, whole(other), rtol=1e-5)
 
 
 class Tied(nn.Module):
@@ -316,10 +350,11 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.body(self.embedding(x))))
 
 
+@both_meshes
 @pytest.mark.parametrize("rate", [1, 5])
 def test_tied_weights(rate):
     made = Tied().double(), Tied().double()
-    for model, mesh in zip(made, (make_mesh()["shard"], make_mesh()), strict=True):
+    for model, mesh in zip(made, (make_mesh()[given], make_mesh()), strict=True):
         fully_shard(model.body, mesh=mesh)
         fully_shard(model, mesh=mesh)
     model, other = made
@@ -342,6 +377,7 @@ def test_tied_weights(rate):
     assert same_on_all_ranks(whole(model).values())
 
 
+@both_meshes
 def test_a_distributed_checkpoint(shared_folder):
     """test_torch_nodes.py resumes from files of each rank."""
 
@@ -379,17 +415,13 @@ def test_residues_of_another_shard_are_refused():
             make()[1].compression.load_state_dict(whole_tensors)
 
 
+@both_meshes
 def test_an_optimizer_that_is_made_anew_retires_the_old_one():
     model, old = make("sgd", rate=1)
     other, optimizer = plain("sgd")
     take(model, old, 0)
     take(other, optimizer, 0)
-    new = DistributedOptimizer(
-        OPTIMIZERS["sgd"](model.parameters()),
-        model.named_parameters(),
-        compression=ScaleCom(rate=1),
-        mesh=make_mesh(),
-    )
+    new = of_sgd(model)
     for step in range(1, 4):
         take(model, new, step)
         take(other, optimizer, step)
@@ -397,6 +429,7 @@ def test_an_optimizer_that_is_made_anew_retires_the_old_one():
     assert old.compression.stats()["step"] == 1
 
 
+@both_meshes
 @pytest.mark.parametrize("rate", [1, 5])
 def test_a_backward_that_failed_leaves_nothing(rate):
     """The backward fails on all ranks. FSDP2 itself begins anew after reset_iter_state()."""
@@ -462,8 +495,6 @@ def test_what_cannot_work_is_refused():
 
     with pytest.raises(TypeError, match="first.weight is not sharded"):
         wrap(model)
-    with pytest.raises(ValueError, match='mesh=mesh\\["shard"\\]'):
-        wrap(shard(Net(), mesh))
     shard(model)
     with pytest.raises(TypeError, match="mesh must be a DeviceMesh"):
         wrap(model, mesh=4)

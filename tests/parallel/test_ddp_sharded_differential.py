@@ -15,7 +15,7 @@ from devices import DEVICE
 from models import on_some_rank, same_on_all_ranks, through_a_file
 from programs import Program, limited, run_random_programs
 from rungs import AUTO, Restless
-from test_ddp_sharded import Net, loss, make_mesh, shard, whole
+from test_ddp_sharded import NAMES, Net, loss, make_mesh, shard, whole
 from torch import nn
 
 from scalecom_hvd import ddp
@@ -30,7 +30,7 @@ def draw(program):
     steps = [
         {
             "micro": choose([1, 1, 1, 2, 3]),
-            "way": choose(["no sync", "sums of shards", "passes"]),
+            "way": choose(["no sync", "all reduce", "sums of shards", "passes"]),
             "twice": happens(0.25),
             "extra": happens(0.75),
             "checkpointed": happens(0.25),
@@ -48,6 +48,7 @@ def draw(program):
         "steps": steps,
         "frozen": choose([None, None, "body", "first"]),
         "momentum": choose([0.0, 0.9]),
+        "dimensions": choose([NAMES, NAMES, "shard"]),
         "reshard": choose([True, False, None]),
         "double": happens(0.8),
         "method": choose(["ScaleCom", "ScaleCom", "ScaleCom", "LocalTopK", "RandomK"]),
@@ -70,7 +71,7 @@ class Run:
         self.model = Net().double() if program["double"] else Net()
         if program["frozen"]:
             getattr(self.model, program["frozen"]).requires_grad_(False)
-        mesh = make_mesh() if rate is None else make_mesh()["shard"]
+        mesh = make_mesh()[NAMES if rate is None else program["dimensions"]]
         shard(self.model, mesh, reshard_after_forward=program["reshard"])
         self.scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**6, growth_interval=3)
         self.came, self.seen, self.left = {}, {}, {}
@@ -120,6 +121,7 @@ class Run:
             is_last = micro + 1 == step["micro"]
             # Plain FSDP2 would give the result of "passes" in either way.
             model.set_requires_gradient_sync(step["way"] != "no sync" or is_last)
+            model.set_requires_all_reduce(step["way"] != "all reduce" or is_last)
             value = loss(model, dist.get_rank(), number + micro, **how)
             if step["evaluates"] == "between" and step["way"] != "no sync":
                 self.evaluate()

@@ -72,13 +72,15 @@ IN_SEQUENCES = {
     "down": RowwiseParallel(output_layouts=Shard(1)),
     "last": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }
+BOTH = ("replicate", "shard")  # of the mesh that fully_shard is given
 FORMS = {
     "tensors": (("tp",), IN_TENSORS),
     "sequences": (("tp",), IN_SEQUENCES),
     "tensors and FSDP2": (("shard", "tp"), IN_TENSORS),
-    "sequences and FSDP2": (("shard", "tp"), IN_SEQUENCES),
+    "tensors and both dimensions": (("shard", "tp"), IN_TENSORS, BOTH),
+    "sequences and both dimensions": (("shard", "tp"), IN_SEQUENCES, BOTH),
 }
-all_forms = pytest.mark.parametrize(("names", "plan"), FORMS.values(), ids=FORMS)
+all_forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
 def adamw(model):
@@ -86,11 +88,11 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
 
 
-def make(names, plan, **settings):
+def make(names, plan, dimensions="shard", **settings):
     mesh, model = make_mesh(*names), Net().double()
     parallelize_module(model, mesh["tp"], plan)
     if "shard" in names:
-        fully_shard(model, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh[dimensions])
     method = ScaleCom(**{**SETTINGS, **settings})
     return model, DistributedOptimizer(adamw(model), model.named_parameters(), method, mesh=mesh)
 
@@ -143,17 +145,17 @@ def assert_close(model, other, rtol=1e-9):
 
 @pytest.mark.long
 @all_forms
-def test_with_everything_chosen_it_is_the_model_without_parallelism(names, plan):
-    model, wrapped = make(names, plan, rate=1)
+def test_with_everything_chosen_it_is_the_model_without_parallelism(form):
+    model, wrapped = make(*form, rate=1)
     for step in range(6):
         take(model, wrapped, step)
     assert_close(model, train_alone(6))
 
 
 @all_forms
-def test_all_ranks_have_the_same_tensors(names, plan):
+def test_all_ranks_have_the_same_tensors(form):
     """A tensor that all ranks of a node have whole is exchanged by each of them."""
-    model, wrapped = make(names, plan, bits=3, nu=None)
+    model, wrapped = make(*form, bits=3, nu=None)
     for step in range(20):
         take(model, wrapped, step)
         assert same_on_all_ranks(full(p) for p in model.parameters()), step
@@ -208,7 +210,9 @@ def test_what_cannot_work_is_refused():
         DistributedOptimizer(sgd, model.named_parameters(), mesh=mesh)
     parallelize_module(model, make_mesh("shard", "tp")["tp"], IN_TENSORS)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises((TypeError, ValueError), match='fully_shard.*mesh=mesh\\["shard"\\]'):
+    with pytest.raises(
+        (TypeError, ValueError), match='fully_shard.*mesh=mesh\\["replicate", "shard"\\]'
+    ):
         DistributedOptimizer(sgd, model.named_parameters(), mesh=make_mesh("shard", "tp"))
 
 

@@ -61,14 +61,22 @@ class Whole(Horovod):
 class Sharded(Horovod):
     """A network that FSDP2 shards in each node."""
 
+    dimensions = "shard"
+
     def begin(self):
-        return shard(self.net)
+        return shard(self.net, make_mesh()[self.dimensions])
 
     def values(self):
         return {name: value.clone() for name, value in whole(self.net).items()}
 
 
-FACES = [Whole, Sharded] if "TORCHELASTIC_RUN_ID" in os.environ else [Horovod]
+class Hybrid(Sharded):
+    """A network that FSDP2 would also average between nodes."""
+
+    dimensions = ("replicate", "shard")
+
+
+FACES = [Whole, Sharded, Hybrid] if "TORCHELASTIC_RUN_ID" in os.environ else [Horovod]
 on_every_face = pytest.mark.parametrize("face", FACES)
 
 
@@ -150,7 +158,7 @@ def test_a_bad_change_sets_its_node_back_and_nothing_else(face):
     if hvd.rank() == 0:
         own = next(trained.net.parameters())
         getattr(own, "_local_tensor", own).data.view(-1)[0] = float("nan")
-    if face is not Sharded and hvd.rank() < local():  # all ranks of the node have it
+    if not issubclass(face, Sharded) and hvd.rank() < local():  # all ranks of the node have it
         next(trained.net.parameters()).data.view(-1)[0] = float("nan")
     trained.take(2)
     after = trained.values()
