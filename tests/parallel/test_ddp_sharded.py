@@ -401,6 +401,24 @@ def test_a_distributed_checkpoint(shared_folder):
         assert torch.equal(p.to_local(), q.to_local())
 
 
+def test_plain_fsdp2_goes_on_from_a_checkpoint(shared_folder):
+    """Both give the model and the optimizer the same state."""
+    model, wrapped = make(rate=1)
+    for step in range(3):
+        take(model, wrapped, step)
+    saved = {"model": model.state_dict(), "optimizer": wrapped.state_dict()}
+    dcp.save(saved, checkpoint_id=shared_folder)
+    other, optimizer = plain(model=Net(seed=5).double())
+    take(other, optimizer, 0)
+    state = {"model": other.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=shared_folder)
+    optimizer.load_state_dict(state["optimizer"])
+    for step in range(3, 6):
+        take(model, wrapped, step)
+        take(other, optimizer, step)
+    assert_close(model, whole(other))
+
+
 def test_residues_of_another_shard_are_refused():
     model, wrapped = make()
     take(model, wrapped, 0)
