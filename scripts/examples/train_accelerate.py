@@ -1,8 +1,8 @@
 """Train digits with Hugging Face Accelerate and ScaleCom.
 
-    torchrun --nproc-per-node 2 scripts/examples/train_accelerate.py --checkpoint /tmp/digits
+    accelerate launch --cpu --num_processes 2 \\
+        scripts/examples/train_accelerate.py --checkpoint /tmp/digits
     torchrun --nproc-per-node 2 scripts/examples/train_accelerate.py --resume /tmp/digits
-    accelerate launch --cpu --num_processes 2 scripts/examples/train_accelerate.py
 
 An example to copy. The hook is registered on the model that `prepare` returns, and every rank
 writes its own residues next to what `save_state` writes. Needs torch, accelerate and scikit-learn.
@@ -65,6 +65,7 @@ def main() -> None:
 
     for epoch in range(first_epoch, options.epochs):
         batches.set_epoch(epoch)
+        model.train()
         for images, labels in batches:
             with accelerator.accumulate(model):
                 accelerator.backward(F.cross_entropy(model(images), labels))
@@ -76,6 +77,7 @@ def main() -> None:
         saved = {"epochs": options.epochs, "scalecom": residues}
         torch.save(saved, f"{options.checkpoint}/{mine}")
 
+    model.eval()
     right = 0
     for images, labels in test_batches:
         with torch.no_grad():

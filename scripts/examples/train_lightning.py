@@ -1,7 +1,8 @@
 """Train digits with Lightning and ScaleCom.
 
-    torchrun --nproc-per-node 2 scripts/examples/train_lightning.py --checkpoint /tmp/digits.ckpt
-    torchrun --nproc-per-node 2 scripts/examples/train_lightning.py --resume /tmp/digits.ckpt
+    python scripts/examples/train_lightning.py --devices 2 --checkpoint /tmp/digits.ckpt
+    python scripts/examples/train_lightning.py --devices 2 --resume /tmp/digits.ckpt
+    torchrun --nproc-per-node 2 scripts/examples/train_lightning.py
 
 The part to copy is `ScaleComCallback`. DDPStrategy(ddp_comm_state=, ddp_comm_hook=) would register
 the hook on GPUs only and silently ignore it elsewhere. Besides, a state is made from a model that
@@ -82,18 +83,19 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--checkpoint", help="where to write one")
     parser.add_argument("--resume", help="one to go on from")
-    parser.add_argument("--validate", action="store_true", help="also after every epoch")
+    parser.add_argument("--validate", action=argparse.BooleanOptionalAction, default=True)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's
+    parser.add_argument("--devices", type=int, default=here, help="of this machine")
     options = parser.parse_args()
 
     lightning.seed_everything(1)
     train, test = (
         torch.utils.data.TensorDataset(*map(torch.from_numpy, part)) for part in digits.load()
     )
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's
     trainer = lightning.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
-        devices=ranks_here,
-        num_nodes=int(os.environ.get("WORLD_SIZE", 1)) // ranks_here,
+        devices=options.devices,
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),  # torchrun's too
         strategy="ddp",
         max_epochs=options.epochs,
         callbacks=[ScaleComCallback()],

@@ -81,11 +81,14 @@ def main() -> None:
             learning_rate=1e-3,
             save_steps=10,
             logging_steps=20,
+            eval_strategy="steps",
+            eval_steps=20,
             use_cpu=not torch.cuda.is_available(),
             report_to=[],
             disable_tqdm=True,
         ),
-        train_dataset=examples,
+        train_dataset=examples[40:],
+        eval_dataset=examples[:40],
         callbacks=[callback, stop],
     )
     callback.trainer = trainer
