@@ -26,6 +26,7 @@ KINDS = (
     "keras script",
     "tensorflow",
     "methods",  # one process
+    "not run",
 )
 
 
