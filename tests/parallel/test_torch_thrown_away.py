@@ -73,7 +73,7 @@ class Trained:
     real, thrown_away: the sums of gradients of steps, and of what no step used.
     """
 
-    def __init__(self, face, caplog):
+    def __init__(self, face, caplog, **more):
         caplog.set_level(logging.WARNING, "scalecom_hvd")
         self.plain, self.real, self.thrown_away, self.caplog = make_model(), {}, {}, caplog
         self.named = dict(self.plain.named_parameters())
@@ -83,7 +83,7 @@ class Trained:
             self.synchronize = lambda: None
         else:
             self.model = self.plain
-            self.optimizer, self.compressor = wrap(face, self.named, **SETTINGS)
+            self.optimizer, self.compressor = wrap(face, self.named, **SETTINGS, **more)
             self.synchronize = self.optimizer.synchronize
 
     def backward(self, number):
@@ -289,6 +289,26 @@ def test_a_script_that_shows_late_what_it_does_is_warned(caplog):
     assert all(trained.warnings())
     assert len([r for r in caplog.records if "no optimizer step used" in r.getMessage()]) == 1
     assert trained.compressor.stats()["averages_thrown_away"] == 1
+
+
+def test_a_script_that_throws_averages_away_after_a_warm_up(caplog):
+    """Steps that are sent whole show nothing, however many there are."""
+    trained = Trained(hvd, caplog, warmup_steps=12)
+    for step in range(18):
+        trained.optimizer.zero_grad()
+        (trained.throw_away if step in (13, 15) else trained.step)(step)
+    trained.check(thrown_away=2)
+
+
+def test_residues_that_were_loaded_after_averages_were_thrown_away(caplog):
+    trained = Trained(hvd, caplog)
+    for step in range(3):
+        trained.optimizer.zero_grad()
+        (trained.throw_away if step == 2 else trained.step)(step)
+    trained.compressor.load_state_dict(trained.compressor.state_dict())
+    trained.optimizer.zero_grad()
+    trained.step(3)
+    assert trained.compressor.stats()["averages_thrown_away"] == 0
 
 
 @in_every_library
