@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from devices import DEVICE
 from faces import hvd
 from models import OPTIMIZERS, SETTINGS, same_on_all_ranks, through_a_file
 from test_ddp_sharded import NODES, Net, local, loss, make_mesh, shard, whole
@@ -76,7 +77,11 @@ class Hybrid(Sharded):
     dimensions = ("replicate", "shard")
 
 
-FACES = [Whole, Sharded, Hybrid] if "TORCHELASTIC_RUN_ID" in os.environ else [Horovod]
+if "TORCHELASTIC_RUN_ID" not in os.environ:
+    FACES = [Horovod]
+else:
+    # Plain FSDP2 frees what other streams read, so numbers on the late device may be NaN.
+    FACES = [Whole] if DEVICE == "delayed" else [Whole, Sharded, Hybrid]
 on_every_face = pytest.mark.parametrize("face", FACES)
 
 
