@@ -376,3 +376,16 @@ def test_what_a_user_gets_who_sets_nothing():
         assert 313 < step["head.weight"] <= 625
     # There are 1875 fields of 5 bits, six in a word of 4 bytes. They hold sums from -14 to 14.
     assert simulation.compressors[0].stats()["bytes_values"] == 4 * 313
+
+
+@pytest.mark.parametrize("bits", [32, 4])
+def test_an_average_that_overflows_half_precision_does_not_count(bits):
+    """What waited fits into the residue, but not into p.grad, which carries the loss scale."""
+    settings = {"rate": 4, "bits": bits, "min_numel": 0, "loss_scale": lambda: 1024.0}
+    zeros = torch.zeros(64, dtype=torch.float16)
+    simulation = Simulation(2, lambda _: {"w": torch.nn.Parameter(zeros)}, **settings)
+    for skipped in (0, 1, 2):  # the second step would send 2 * 40 * 1024
+        averages = simulation.step([{"w": torch.full_like(zeros, 40.0 * 1024)}] * 2)
+        assert simulation.compressors[0].residues.skipped_steps == skipped
+        found = averages[1]["w"]
+        assert bool(found.isnan().all() if skipped else found.isfinite().all())
