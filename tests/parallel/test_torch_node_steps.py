@@ -140,6 +140,44 @@ def test_a_node_is_one_worker(face, settings):
     assert (stats["ranks_per_node"], stats["local_steps_taken"]) == (local(), STEPS)
 
 
+class Line(torch.nn.Module):
+    """Its gradients do not depend on its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.body, self.extra = (torch.nn.Linear(12, n, bias=False).double() for n in (13, 6))
+
+    def forward(self, x):
+        return torch.cat([self.body(x), self.extra(x)], 1)
+
+
+@pytest.mark.parametrize("method", [hvd.ScaleCom, hvd.LocalTopK])
+@on_every_face
+def test_nothing_is_lost(face, method):
+    """What was sent, and what residues hold, is what gradients have changed."""
+
+    def score(model, rank, step):
+        torch.manual_seed(100 * step + rank)
+        return (model(torch.randn(4, 12).double()) * torch.linspace(-1, 2, 19).double()).sum()
+
+    compression = method(rate=5, bits=32, min_numel=20, beta=1)
+    trained = make(face, Line(), optimizer="sgd", compression=compression)
+    begun, one = trained.values(), Line()
+    for step in range(9):
+        trained.optimizer.zero_grad()
+        score(trained.model, hvd.rank(), step).backward()
+        trained.optimizer.step()
+        for rank in range(hvd.size()):
+            (score(one, rank, step) / hvd.size()).backward()
+    residues = [tensor.residue.sum() for tensor in compression.residues.tensors.values()]
+    waits = float(hvd.allreduce(sum(residues)[None], op=hvd.Sum, name="waits")) / NODES
+    went = sum(float((begun[name] - value).sum()) for name, value in trained.values().items())
+    came = 0.1 * sum(float(p.grad.sum()) for p in one.parameters())  # times the learning rate
+    assert abs(waits) > 0.01 * abs(came)
+    assert waits + went == pytest.approx(came, rel=1e-5)
+
+
 @on_every_face
 def test_a_bad_gradient_on_one_rank_is_a_step_left_out_in_its_node(face):
     trained = make(face, optimizer="sgd")
