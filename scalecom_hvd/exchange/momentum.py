@@ -136,36 +136,42 @@ class QuasiHyperbolic:
             return []
         if self._calls_step_twice and is_outer:
             return []
-        own = [
-            (name, parameter, group)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if (name := self._names.get(parameter)) is not None
-        ]
         if not residues.step:
-            has_gradients = any(parameter.grad is not None for _, parameter, _ in own)
-            self._unused += has_gradients and self._by_hook and not residues.skipped_steps
-            if self._by_hook and self._unused == UNUSED:
-                self._by_hook = False  # said once
-                log.warning(NOTHING_EXCHANGED, UNUSED)
+            self._note_step_without_exchange(optimizer)
         if residues.step < 2:  # what the first step sends is not late
             return []
         names = [kind.__name__ for kind in type(optimizer).__mro__]
         momentum = next((MOMENTA[name] for name in names if name in MOMENTA), None)
         mixes = []
-        for name, parameter, group in own:
-            rate, state = residues.last_rate(name), optimizer.state.get(parameter)
-            if rate > 1 and state and parameter.grad is not None and not parameter.grad.is_sparse:
+        for group in optimizer.param_groups:
+            by_rate: dict[float, list[tuple[torch.Tensor, Kept]]] = {}
+            for parameter in group["params"]:
+                name, grad = self._names.get(parameter), parameter.grad
+                if name is None or grad is None or grad.is_sparse:
+                    continue
+                rate, state = residues.last_rate(name), optimizer.state.get(parameter)
+                if rate == 1 or not state:
+                    continue
                 if momentum is None:
                     self._warn_of_unknown(names[0], state)
-                    continue
-                if not (momentum.is_mixed or residues.config.nu):
-                    continue
-                buffer = state.get(momentum.key)
-                if buffer is not None and _fits(buffer, parameter):
-                    kappa = kappa_of(rate, residues.config.nu)
-                    mixes.append(_Mix(parameter, group, state, momentum, kappa, residues.step))
+                elif (
+                    (momentum.is_mixed or residues.config.nu)
+                    and (buffer := state.get(momentum.key)) is not None
+                    and _fits(buffer, parameter)
+                ):
+                    by_rate.setdefault(rate, []).append((parameter, state))
+            for rate, pairs in by_rate.items():
+                kappa = kappa_of(rate, residues.config.nu)
+                mixes.append(_Mix(pairs, group, momentum, kappa, residues.step))
         return mixes
+
+    def _note_step_without_exchange(self, optimizer: torch.optim.Optimizer) -> None:
+        everything = (p for group in optimizer.param_groups for p in group["params"])
+        has_gradients = any(p in self._names and p.grad is not None for p in everything)
+        self._unused += has_gradients and self._by_hook and not self._residues.skipped_steps
+        if self._by_hook and self._unused == UNUSED:
+            self._by_hook = False  # said once
+            log.warning(NOTHING_EXCHANGED, UNUSED)
 
     def forget(self) -> None:
         """The step that gradients were averaged for has failed."""
@@ -179,11 +185,10 @@ class QuasiHyperbolic:
 
 
 class _Mix(NamedTuple):
-    """One parameter's momentum in one step of its optimizer."""
+    """Momenta of one of an optimizer's groups, in one step, that are mixed alike."""
 
-    parameter: torch.Tensor
+    states: list[tuple[torch.Tensor, Kept]]  # of each parameter
     group: Kept
-    state: Kept
     momentum: Momentum
     kappa: float
     step: int
@@ -193,24 +198,21 @@ class _Mix(NamedTuple):
 def _mix(mixes: list[_Mix], back: bool) -> None:
     """Mix kappa of the gradients into momenta, or take it out again."""
     by_share: dict[tuple[float, float], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    sizes: dict[tuple[int, Momentum], Size] = {}  # of optimizers that do not count steps
-    for mix in mixes:
-        buffer, gradient = local_part(mix.state[mix.momentum.key]), local_part(mix.parameter.grad)
-        if gradient.dtype != buffer.dtype:
-            gradient = gradient.to(buffer.dtype)
-        size = sizes.get(like := (id(mix.group), mix.momentum))
-        if size is None:
-            size = mix.momentum.size(mix.group, mix.state, mix.step if back else mix.step - 1)
-            if mix.group.get("maximize"):  # the optimizer takes gradients with the other sign
-                size = -size
-            if "step" not in mix.state:
-                sizes[like] = size
+    for states, group, momentum, kappa, step in mixes:
         # (b - kappa * g) / (1 - kappa) is the same mix with this share.
-        share = -mix.kappa / (1 - mix.kappa) if back else mix.kappa
-        if isinstance(size, torch.Tensor):
-            buffer.lerp_(gradient * size, share)
-        elif size:
-            by_share.setdefault((share, size), []).append((buffer, gradient))
+        share = -kappa / (1 - kappa) if back else kappa
+        sign = -1 if group.get("maximize") else 1  # with which the optimizer takes gradients
+        size: Size | None = None
+        for parameter, state in states:
+            buffer, gradient = local_part(state[momentum.key]), local_part(parameter.grad)
+            if gradient.dtype != buffer.dtype:
+                gradient = gradient.to(buffer.dtype)
+            if size is None or "step" in state:  # some count the steps of each parameter
+                size = sign * momentum.size(group, state, step if back else step - 1)
+            if isinstance(size, torch.Tensor):
+                buffer.lerp_(gradient * size, share)
+            elif size:
+                by_share.setdefault((share, size), []).append((buffer, gradient))
     for (share, size), pairs in by_share.items():
         buffers, gradients = map(list, zip(*pairs, strict=True))
         if size == 1:
