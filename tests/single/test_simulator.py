@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import simulated
 import torch
-from parallel.made_up import FINE_SHAPES, ODD_SHAPES, SHAPES, Fine, fine
+from parallel.made_up import ODD_SHAPES, SHAPES
 from rungs import Restless
 from simulated import as_tensors, assert_same, made_up, residues_of, step_as
 
@@ -157,34 +157,6 @@ def test_sums():
     sums = simulate(4, sums=True).step(as_tensors(made_up(4, 0)))[0]
     for name in SHAPES:
         torch.testing.assert_close(sums[name], 4 * averages[name])
-
-
-NARROW = {
-    "integers": {"bits": 3},
-    "sums of integers": {"bits": 4, "sums": True, "lookahead": True},
-}
-
-
-@pytest.mark.parametrize("mode", NARROW)
-@pytest.mark.parametrize("n", [2, 3, 4, 25])
-def test_nothing_is_lost_in_few_bits(n, mode):
-    """Integers are summed, and divided as floats. Uncompressed tensors are not sent as integers."""
-    simulation = simulate(
-        n, FINE_SHAPES, **{"beta": 1.0, "rate": 3, "min_numel": 10, "dense": ()} | NARROW[mode]
-    )
-    books, divisor = Fine(n), n if NARROW[mode].get("sums") else 1
-    for step in range(60 if n < 10 else 8):
-        outputs = simulation.step(as_tensors([fine(rank, step) for rank in range(n)]))[0]
-        averages = {name: output.double().numpy() / divisor for name, output in outputs.items()}
-        books.add(step, averages)
-    assert simulation.compressors[0].stats()["skipped_steps"] == 0
-    residues = residues_of(simulation)
-    books.check(
-        {
-            name: sum(own[name].double() for own in residues).view(FINE_SHAPES[name]).numpy() / n
-            for name in residues[0]
-        }
-    )
 
 
 @pytest.mark.parametrize("fields", [{}, {"lookahead": True}, {"compression": RandomK}], ids=str)
