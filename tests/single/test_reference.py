@@ -111,18 +111,6 @@ def test_leaders_take_turns():
     assert [reference.leader("b", t) for t in range(4)] == [1, 2, 0, 1]
 
 
-def test_a_step_with_a_value_not_finite_never_happened():
-    reference = ScaleComReference(2, SHAPES, settings())
-    reference.step(worker_gradients(2, 0))
-    before = [r["w"].copy() for r in reference.residues]
-    grads = worker_gradients(2, 1)
-    grads[1]["b"][3] = np.inf
-    assert np.isnan(reference.step(grads)["w"]).all()
-    assert reference.step_number == 1
-    for residues, old in zip(reference.residues, before, strict=True):
-        np.testing.assert_array_equal(residues["w"], old)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_gradient_that_could_overflow_a_residue_is_none(dtype):
     """Only compressed tensors have residues. Uncompressed gradients only have to be finite."""
@@ -161,41 +149,6 @@ def test_a_step_sent_whole_only_has_to_be_finite():
     np.testing.assert_array_equal(
         reference.selections["w"], select(grads[0]["w"].reshape(-1), Lanes(2000, 10), "lanes")
     )
-
-
-@pytest.mark.parametrize("lookahead", [False, True])
-@pytest.mark.parametrize("selection", ["lanes", "exact"])
-def test_empty_and_one_element_tensors(selection, lookahead):
-    """A single element is always sent. An empty tensor has nothing to send."""
-    shapes = {"empty": (0, 3), "one": (1,), "scalar": ()}
-    reference = ScaleComReference(
-        2,
-        shapes,
-        settings(rate=100, min_numel=0, selection=selection, lookahead=lookahead, beta=1.0),
-    )
-    for t in range(4):
-        grads = worker_gradients(2, t, {"one": (1,), "scalar": ()})
-        grads = [
-            {"empty": np.zeros((0, 3)), **{name: np.asarray(g) for name, g in worker.items()}}
-            for worker in grads
-        ]
-        averages = reference.step(grads)
-        assert averages["empty"].shape == (0, 3)
-        for name in ("one", "scalar"):
-            np.testing.assert_allclose(averages[name], np.mean([g[name] for g in grads], 0))
-            assert averages[name].shape == shapes[name]
-    assert reference.step_number == 4
-    assert not any(residues[name].any() for residues in reference.residues for name in residues)
-
-
-@pytest.mark.parametrize("lookahead", [False, True])
-def test_gradients_of_zero_change_nothing(lookahead):
-    reference = ScaleComReference(2, SHAPES, settings(lookahead=lookahead))
-    for _ in range(3):
-        averages = reference.step([{name: np.zeros(shape) for name, shape in SHAPES.items()}] * 2)
-        assert not any(average.any() for average in averages.values())
-    assert reference.step_number == 3
-    assert not any(residues["w"].any() for residues in reference.residues)
 
 
 @pytest.mark.parametrize(("levels", "reach"), [(1, 1), (3, 2), (7, 3.5), (15, 7.5), (127, 7.9)])
