@@ -2,12 +2,11 @@
 
 import contextlib
 import inspect
-from unittest.mock import Mock
 
 import horovod.torch as horovod
-import numpy as np
 import pytest
 import torch
+from simulated import as_tensors, assert_same, made_up, simulate
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd.ddp import ScaleComState
@@ -132,44 +131,31 @@ WRONG_OFFSETS = {
 def test_offsets_that_are_damaged_are_refused(case, loaded_first):
     """The damage may be the same on all ranks. Comparing ranks would not find it then."""
     selection, place, value = WRONG_OFFSETS[case]
-
-    def new_method():
-        return hvd.ScaleCom(bits=32, lookahead=True, selection=selection, dense=())
-
-    def attach(method):
-        parameters = {"weight": torch.nn.Parameter(torch.zeros(6401))}
-        nobody = Mock(
-            in_step=lambda: False, state_dict=dict, synchronisations_in=lambda n: n, node=None
-        )
-        method.run.begin(parameters, nobody)
-
-    made = new_method()
-    attach(made)
-    dtype = made.residues.tensors["weight"].geometry.offset_dtype
-    offsets = torch.from_numpy(np.arange(65).astype(dtype) * (selection == "exact"))
-    made.run.tensor_states["weight"] = {"offsets": offsets}
-    good = made.state_dict()
+    shapes = {"weight": (6401,)}
+    settings = {"bits": 32, "lookahead": True, "selection": selection, "dense": ()}
 
     def load(method, state):
         if loaded_first:
             method.load_state_dict(state)
-            attach(method)
-        else:
-            attach(method)
+        simulate(1, shapes, compression=lambda **_: method)
+        if not loaded_first:
             method.load_state_dict(state)
+        return method.state_dict()
 
-    method = new_method()
-    load(method, good)
-    assert torch.equal(method.run.tensor_states["weight"]["offsets"], offsets)
-    damaged = offsets.clone()
-    damaged[place] = value
-    method = new_method()
+    trained = simulate(1, shapes, **settings)
+    trained.step(as_tensors(made_up(1, 0, shapes)))
+    state = trained.compressors[0].state_dict()
+    offsets = state["offsets"]["weight"]
+    offsets.copy_(torch.arange(65) * (selection == "exact"))
+    assert_same(load(hvd.ScaleCom(**settings), state)["offsets"], state["offsets"])
+    offsets[place] = value
+    method = hvd.ScaleCom(**settings)
     message = "look-ahead's offsets of weight are damaged.*Load the state of another step, or go on"
     with pytest.raises(ValueError, match=message):
-        load(method, good | {"step": 7, "offsets": {"weight": damaged}})
+        load(method, state)
     if not loaded_first:
         assert method.residues.step == 0
-        assert method.run.tensor_states == {"weight": {}}
+        assert "offsets" not in method.state_dict()
 
 
 def test_another_init_is_noticed_once():
