@@ -39,12 +39,10 @@ def assert_spread(hits, expected):
 @pytest.mark.parametrize("rate", [2.5, 10, 100])
 def test_a_draw_hits_every_lane_once_and_reaches_every_element(numel, rate):
     lanes, random = Lanes(numel, rate), torch.Generator().manual_seed(1)
-    starts, strides = lanes.starts_and_strides()
+    every_lane = zip(*lanes.starts_and_strides(), lanes.lengths(), strict=True)
     lane_of = np.full(numel, -1)
-    for lane in range(lanes.k):
-        end = lanes.full_lanes * lanes.rows if lane < lanes.full_lanes else numel
-        members = np.arange(starts[lane], end, strides[lane])[: lanes.rows]
-        lane_of[members] = lane
+    for lane, (start, stride, length) in enumerate(every_lane):
+        lane_of[start + stride * np.arange(length)] = lane
     assert (lane_of >= 0).all()
     hits, draws = np.zeros(numel, int), 60 * lanes.rows
     for _ in range(draws):

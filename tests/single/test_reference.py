@@ -91,10 +91,8 @@ def test_sent_plus_residue_is_what_came_in(lookahead, bits):
 def test_each_lane_sends_its_largest():
     lanes, values = Lanes(6401, 100), np.random.default_rng(0).standard_normal(6401)
     chosen = set(select(values, lanes, "lanes").tolist())
-    starts, strides = lanes.starts_and_strides()
-    for lane in range(lanes.k):
-        end = lanes.full_lanes * lanes.rows if lane < lanes.full_lanes else 6401
-        members = np.arange(starts[lane], end, strides[lane])
+    for start, stride, length in zip(*lanes.starts_and_strides(), lanes.lengths(), strict=True):
+        members = start + stride * np.arange(length)
         assert members[np.abs(values[members]).argmax()] in chosen
 
 
