@@ -133,26 +133,6 @@ def test_tensors_that_are_no_gradient_are_refused():
         )
 
 
-def test_a_sparse_embedding_that_a_later_step_does_not_use():
-    torch.manual_seed(2)
-    table, weight = torch.nn.Embedding(100, 64, sparse=True), torch.nn.Parameter(torch.zeros(4096))
-    hvd.broadcast_parameters(table.state_dict(), 0)
-    named = [("table", table.weight), ("weight", weight)]
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([table.weight, weight], lr=0.1),
-        named,
-        compression=ScaleCom(named, rate=4, min_numel=100),
-    )
-    for step in range(5):
-        optimizer.zero_grad()
-        loss = (weight * torch.as_tensor(gradients({"w": (4096,)}, hvd.rank(), step)["w"])).sum()
-        if step != 2:
-            loss = loss + table(torch.tensor([step])).sum()
-        loss.backward()
-        optimizer.step()
-    assert same_on_all_ranks([table.weight, weight])
-
-
 def test_one_object_for_two_optimizers():
     shapes = {"a": (4096,), "b": (4096,)}
     model = parameters(shapes)
