@@ -319,27 +319,7 @@ def test_a_frozen_parameter_stays_where_it_is(face):
     assert same_on_all_ranks(trained.values().values())
 
 
-# Horovod's face. test_torch_orders.py has more orders of calls on two nodes.
-
-
-@horovods_alone
-def test_with_everything_chosen_it_is_stock_horovod_after_several_passes():
-    ours, other = Net().double(), Net().double()
-    both = []
-    for net, library, more in (
-        (ours, hvd, {"compression": hvd.ScaleCom(**{**SETTINGS, "rate": 1}), "nodes": NODES}),
-        (other, stock, {}),
-    ):
-        named, sgd = net.named_parameters(), OPTIMIZERS["sgd"](net.parameters())
-        both.append(library.DistributedOptimizer(sgd, named, backward_passes_per_step=2, **more))
-    for step in range(3):
-        for net, optimizer in zip((ours, other), both, strict=True):
-            optimizer.zero_grad()
-            for micro in range(2):
-                loss(net, hvd.rank(), 2 * step + micro).backward()
-            optimizer.step()
-    for p, q in zip(ours.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+# Horovod's face. test_torch_orders.py has orders of calls on two nodes.
 
 
 @horovods_alone
