@@ -12,6 +12,7 @@ import torch
 from made_up import ODD_SHAPES, SHAPES, came_in, gradients
 
 __all__ = [
+    "COLLECTIVES",
     "ODD_SHAPES",
     "OPTIMIZERS",
     "SETTINGS",
@@ -30,6 +31,7 @@ __all__ = [
     "on_some_rank",
     "parameters",
     "resume",
+    "run_collective",
     "same_on_all_ranks",
     "take",
     "take_steps",
@@ -37,6 +39,10 @@ __all__ = [
     "wrap",
 ]
 
+COLLECTIVES = (
+    *("allreduce", "grouped_allreduce", "allgather", "grouped_allgather"),
+    *("broadcast", "alltoall", "reducescatter", "grouped_reducescatter"),
+)
 # For the two layers of `make_model`.
 SETTINGS = {"rate": 5, "bits": 32, "min_numel": 20}
 OPTIMIZERS = {
@@ -180,6 +186,24 @@ def resume(make, where, stop, end):
     assert stats["step"] == end
     assert same_on_all_ranks(model.values())
     return compressor
+
+
+def run_collective(library, kind, x, name, end=""):
+    """Run one of Horovod's COLLECTIVES with the rows of x. end: of the function's name.
+
+    Its backward passes a gradient through. Only that of a broadcast leaves it on rank 0.
+    """
+    run = getattr(library, kind + end)
+    wait = library.synchronize if end else (lambda result: result)
+    if kind == "grouped_reducescatter":
+        return torch.cat(wait(run([x, x], name=name)))
+    if kind.startswith("grouped"):
+        return torch.cat(wait(run([x[:1], x[1:]], name=name)))
+    if kind == "alltoall":
+        n = library.size()
+        splits = torch.tensor([len(x) - n + 1] + [1] * (n - 1), dtype=torch.int32)
+        return wait(run(x, splits, name=name))[0]
+    return wait(run(x, *([0] if kind == "broadcast" else []), name=name))
 
 
 def halve_gradient(parameter) -> None:

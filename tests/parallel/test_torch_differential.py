@@ -33,7 +33,7 @@ import horovod.torch as stock
 import pytest
 import torch
 from made_up import EVERYTHING, SOME
-from models import halve_gradient, on_some_rank, same_on_all_ranks
+from models import halve_gradient, on_some_rank, run_collective, same_on_all_ranks
 from optimizer_scripts import CHANGES, SHAPES, Failed, FailingBackward, Script, count_alike
 from programs import for_method, limited, run_random_programs
 from rungs import Restless
@@ -153,7 +153,7 @@ class Trained:
             term = self.term(name, parameter, grad)
             if name == "weight" and collective is not None:
                 called = None if self.script.seed % 2 else "features"
-                term = self.run_collective(collective, term, called)
+                term = run_collective(self.library, collective, term, called)
             if name == "weight":
                 term = term * torch.ones(term.shape)  # Horovod takes only contiguous gradients
             terms.append((name, term.sum()))
@@ -184,26 +184,11 @@ class Trained:
         own = grad.any(1).nonzero().view(-1)
         return torch.nn.functional.embedding(own, parameter, sparse=True) * grad[own]
 
-    def run_collective(self, kind, x, name, end=""):
-        """Run a collective with x, which passes its gradient through.
-
-        Only a broadcast changes the gradient: it leaves it on rank 0. end: of the function's name.
-        """
-        run = getattr(self.library, kind + end)
-        wait = self.library.synchronize if end else (lambda result: result)
-        if kind.startswith("grouped"):
-            return torch.cat(wait(run([x[:1], x[1:]], name=name)))
-        if kind == "alltoall":
-            n = hvd.size()
-            splits = torch.tensor([len(x) - n + 1] + [1] * (n - 1), dtype=torch.int32)
-            return wait(run(x, splits, name=name))[0]
-        return wait(run(x, *([0] if kind == "broadcast" else []), name=name))
-
     def own_collective(self, kind, nameless, end):
         """What it gives must be what stock Horovod's gives."""
         name = None if nameless else f"own.{kind}"
         x = torch.arange(2.0 * hvd.size()).view(-1, 2) + 10 * hvd.rank()
-        self.given.append(self.run_collective(kind, x, name, end))
+        self.given.append(run_collective(self.library, kind, x, name, end))
 
     # What is true after every synchronize().
 
