@@ -6,9 +6,7 @@ Every rank skips overflowing steps. Residues survive a moving scale.
 import numpy as np
 import pytest
 import tensorflow as tf
-from made_up import gradients
 from tensorflow_models import examples, net, same_on_all_ranks, scalecom
-from tensorflow_parity import Step, variables
 
 import scalecom_hvd.tensorflow as hvd
 import scalecom_hvd.tensorflow.keras as keras
@@ -88,20 +86,6 @@ def test_a_custom_loop_with_overflows_ends_where_one_without_them_ends(mode):
     assert same_on_all_ranks(scaled.variables)
     # Halved four times. Doubled after each three good steps in a row, which came at the end.
     assert float(scaling.loss_scale) == 2.0**20 / 2**4 * 2**2
-
-
-def test_residues_do_not_depend_on_the_loss_scale():
-    shapes = {"first": (60, 50), "bias": (60,)}
-    scale = tf.Variable(1.0)
-    compressions = scalecom(), scalecom(loss_scale=lambda: scale)
-    steps = [Step(variables(shapes), compression) for compression in compressions]
-    for number in range(8):
-        scale.assign(2.0 ** (number * 5 % 17))
-        grads = gradients(shapes, hvd.rank(), number)
-        expected = steps[0](grads)
-        got = steps[1]({name: grad * scale.numpy() for name, grad in grads.items()})
-        for name in shapes:
-            np.testing.assert_array_equal(got[name] / scale.numpy(), expected[name])
 
 
 def test_the_policy_under_which_keras_wraps_optimizers_itself():

@@ -100,24 +100,6 @@ def test_a_training_step_of_the_user_s_own_with_a_tape():
     assert_same_weights(ours, train(horovod.tensorflow, horovod.tensorflow.Compression.none))
 
 
-@pytest.mark.long  # the pages' scripts are such fits too
-@pytest.mark.parametrize(
-    ("kind", "mode"), [("Adam", {"lookahead": True}), ("legacy SGD", STAGGERED)]
-)
-def test_several_fits_with_validation(kind, mode):
-    model, compression = net(), scalecom(rate=5, warmup_steps=2, **mode)
-    model.compile(hvd.DistributedOptimizer(OPTIMIZERS[kind](), compression=compression), "mse")
-    losses = []
-    for epochs in (2, 3, 3):
-        fitted = model.fit(
-            *examples(hvd.rank()), 8, epochs, verbose=0, validation_data=examples(99)
-        )
-        losses += fitted.history["val_loss"]
-    assert losses[-1] < 0.7 * losses[0]
-    assert same_on_all_ranks(model.variables)
-    assert compression.stats()["step"] == 48
-
-
 @pytest.mark.parametrize(
     ("options", "compile_options", "mode"),
     [
