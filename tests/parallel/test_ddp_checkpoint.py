@@ -81,13 +81,7 @@ def test_a_state_without_this_ranks_key(caplog):
 
     again, optimizer = make()
     again.load_state_dict(model.state_dict())
-    failed = ""
-    try:
-        PerRank(optimizer.compression).load_state_dict(saved)
-    except KeyError as error:
-        failed = repr(error)
-    failures = hvd.allgather_object(failed)
-    assert not any(failures), failures
+    PerRank(optimizer.compression).load_state_dict(saved)
     assert_is_without_residues_and_goes_on(again, optimizer, is_new, caplog)
 
 
