@@ -150,9 +150,7 @@ def digest_of(offsets: Mapping[str, NDArray[Any]]) -> str | None:
 
 
 def describe(
-    config: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    tensors: Mapping[str, Sequence[Any]],
+    config: Mapping[str, Any], settings: Mapping[str, Any], tensors: Mapping[str, Sequence[Any]]
 ) -> dict[str, Any]:
     """What every rank must have in common with all others: {topic: what to compare}, for JSON."""
     return {

@@ -20,13 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from scalecom_hvd.ddp.fsdp_groups import FsdpGroups
-from scalecom_hvd.ddp.nodes import (
-    check_averages,
-    check_mesh,
-    check_shards,
-    peers_of,
-    ranks_of_node,
-)
+from scalecom_hvd.ddp.nodes import check_averages, check_mesh, check_shards, peers_of, ranks_of_node
 from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives
 from scalecom_hvd.ddp.sharded_optimizer import AveragesInBackward, ShardedGradients
 from scalecom_hvd.exchange.collectives import Collectives

@@ -158,11 +158,7 @@ class Wait(Generic[Result]):
     """
 
     def __init__(
-        self,
-        what: str,
-        work: Work,
-        round: int,
-        then: Callable[[Any], Result] | None = None,
+        self, what: str, work: Work, round: int, then: Callable[[Any], Result] | None = None
     ) -> None:
         self.what, self.work, self.round, self._then = what, work, round, then
         self.is_over = False

@@ -22,12 +22,7 @@ from scalecom_hvd.integers import levels_of
 from scalecom_hvd.lanes import Lanes, geometry
 from scalecom_hvd.recent_norms import RecentNorms
 from scalecom_hvd.stages import LADDER, START, WHOLE, Stage
-from scalecom_hvd.training_warnings import (
-    LOOK_EVERY,
-    Health,
-    check_run,
-    growth_limit,
-)
+from scalecom_hvd.training_warnings import LOOK_EVERY, Health, check_run, growth_limit
 
 log = logging.getLogger("scalecom_hvd")
 

@@ -17,14 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from scalecom_hvd.agreement import (
-    Names,
-    Settings,
-    agree,
-    check_residues_of,
-    describe,
-    digest_of,
-)
+from scalecom_hvd.agreement import Names, Settings, agree, check_residues_of, describe, digest_of
 from scalecom_hvd.bucket_layout import Stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics

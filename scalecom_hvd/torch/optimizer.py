@@ -326,10 +326,7 @@ def _members(gradients: OptimizerGradients | None) -> dict[str, Any]:
         "step": _step,
         "load_state_dict": _load_state_dict,
         "synchronize_parameters": lambda self: None,  # they are the same after every step
-        "compression": property(
-            lambda self: self._compression,
-            doc=_COMPRESSION,
-        ),
+        "compression": property(lambda self: self._compression, doc=_COMPRESSION),
     }
 
 

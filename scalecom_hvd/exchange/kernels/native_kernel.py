@@ -8,12 +8,7 @@ import numpy as np
 import torch
 
 from scalecom_hvd import native
-from scalecom_hvd.exchange.kernels.base import (
-    Taken,
-    TensorSlot,
-    Wire,
-    dtype_name,
-)
+from scalecom_hvd.exchange.kernels.base import Taken, TensorSlot, Wire, dtype_name
 
 
 class NativeKernel:
