@@ -8,7 +8,7 @@ is given a group of one rank for this. So it sends nothing, and all its settings
 after set_requires_all_reduce(False), it still keeps gradients until a later backward.
 
 The names are those of PyTorch 2.8 to 2.13. If one is missing, a warning or an error says what to
-write instead. Imports nodes.
+write instead.
 """
 
 from __future__ import annotations

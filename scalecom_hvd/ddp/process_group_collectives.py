@@ -17,14 +17,12 @@ order. So all buckets then share one group, which is made when it is first used.
 group has Gloo for the accelerator too, Gloo copies through the host, and the host waits.
 
 A group that goes before its collectives are done waits for them. Other ranks may never submit them,
-if the step was given up. Python's garbage collector used to delete such groups at any time, while
-the other ranks waited for this rank. So a group is held until all that was submitted to it is done.
-If something never is, the group stays, also when the process ends.
+if the step was given up. So a group is held until all that was submitted to it is done. If
+something never is, the group stays, also when the process ends.
 
 Groups go with the optimizer, or the state, for which they were made. Exchanges are in reference
-cycles, so the garbage collector may delete them much later. Meanwhile a thread of each Gloo group
-wakes up a hundred times a second. With 300 idle groups in each of 4 ranks, a core was ten times as
-slow.
+cycles, so the garbage collector may delete them much later, and a thread of each Gloo group wakes
+up a hundred times a second.
 """
 
 from __future__ import annotations

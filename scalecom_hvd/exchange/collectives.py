@@ -30,7 +30,6 @@ class Work(Protocol):
 
     def done(self) -> bool:
         """Whether `wait` would return at once. Never blocks."""
-        ...
 
     def wait(self) -> torch.Tensor:
         """Block until all ranks have submitted it, and return its result.
@@ -38,7 +37,6 @@ class Work(Protocol):
         If it is called again, it returns the same result. It raises an error if the collective
         failed, for example because a rank was lost.
         """
-        ...
 
 
 class Collectives(Protocol):
@@ -83,22 +81,18 @@ class Collectives(Protocol):
     @property
     def size(self) -> int:
         """How many ranks there are; 0 if this process is none of them."""
-        ...
 
     @property
     def position(self) -> int:
         """This rank's position, 0 to size - 1."""
-        ...
 
     @property
     def share(self) -> float:
         """What `all_reduce` multiplies the sum over ranks by: 1 / size, or 1 for sums."""
-        ...
 
     @property
     def elastic(self) -> bool:
         """Whether ranks may come and go while training goes on."""
-        ...
 
     @property
     def numbers(self) -> Numbers:
@@ -107,7 +101,6 @@ class Collectives(Protocol):
         It is `agreement.NUMBERS`. If several ranks live in one process, each has its own
         `Numbers()`.
         """
-        ...
 
     def channel(self) -> Collectives:
         """The same ranks, for the collectives of some buckets' steps.
@@ -115,11 +108,9 @@ class Collectives(Protocol):
         On a channel, every rank submits the same collectives in the same order, so a transport need
         not look at names. All ranks ask for a channel together. The channel may be this object.
         """
-        ...
 
     def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> Work:
         """Send the buffer of the rank at position `root` to all ranks, in place."""
-        ...
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> Work:
         """Multiply the sum of all ranks' buffers by `share`, in place.
@@ -127,18 +118,15 @@ class Collectives(Protocol):
         For int32, give the sum itself, because words of fields (integers.py) cannot be divided. The
         sum may wrap around: a word has no sign.
         """
-        ...
 
     def gather(self, tensor: torch.Tensor, name: str) -> Work:
         """Join all ranks' tensors along the first dimension, in order of position."""
-        ...
 
     def restarts(self) -> Callable[[], bool]:
         """A function that tells whether ranks were started anew since it was last called.
 
         If they were, there may be other ranks, and nothing is under way any more (elastic runs).
         """
-        ...
 
 
 class Wait(Generic[Result]):

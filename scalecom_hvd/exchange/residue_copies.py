@@ -4,7 +4,7 @@ A step that counts leaves the unsent part of its gradients in the residues. If t
 throws its averages away (unused_averages.py), that part must not train anything either. So
 residues, and the method's own states, become what they were before that step. This takes a copy of
 the residues. It is made in the first exchanges, in which a script of this kind shows itself, and
-from then on only if the script did. Imports methods/base and unused_averages.
+from then on only if the script did.
 """
 
 from __future__ import annotations

@@ -156,8 +156,7 @@ class Waves:
     def begin(self, steps: Sequence[Progress], all_are_here: bool = False) -> None:
         """Begin the steps whose gradients are here, if their channel is free.
 
-        Args:
-            all_are_here: whether all gradients are here, with zeros for those that did not arrive.
+        all_are_here: whether all gradients are here, with zeros for those that did not arrive.
         """
         taken: set[int] = set()
         for step in steps:

@@ -90,14 +90,12 @@ class Kernel(Protocol):
 
         The gradients must stay alive until the step's last move.
         """
-        ...
 
     def choose(self, extra: float, chosen: torch.Tensor) -> None:
         """Chosen <- the winners of |m + g|, and the scales of what would be sent there.
 
         Nothing else changes. extra: see `take_and_accumulate`.
         """
-        ...
 
     def take_and_accumulate(
         self, beta: float, extra: float, wire: Wire, chosen: torch.Tensor | None = None
@@ -116,7 +114,6 @@ class Kernel(Protocol):
             How many elements of g are bad, and how many values are not finite, which are sent as
             zero.
         """
-        ...
 
     def scatter(
         self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, averages: torch.Tensor
@@ -126,7 +123,6 @@ class Kernel(Protocol):
         Outputs are (N,), of the gradient's dtype. They may be the gradients. Averages have the
         residues' dtype.
         """
-        ...
 
     def roll_back(self, keep_gradients: bool = False, spared: Sequence[bool] = ()) -> None:
         """Undo what was done to residues since `begin`, up to rounding.
@@ -136,11 +132,9 @@ class Kernel(Protocol):
         of its moves itself, because a move may fail halfway. Offsets and values must be what they
         were. spared: which tensors are left as they are. Empty: none.
         """
-        ...
 
     def release(self) -> None:
         """Release the gradients. Nothing can be rolled back any more."""
-        ...
 
 
 def scale_blocks_(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

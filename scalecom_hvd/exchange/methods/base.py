@@ -5,8 +5,6 @@ bucket_step.py), the collectives of this bucket, and the method's own state. It 
 for. What the bucket was told is committed or rolled back with the step, and so is the state.
 Users pass a `Method` as `compression=`. It holds settings; its run holds residues and states
 (run.py).
-
-Imports loss_scale, momentum, run, bucket_collectives, state, bucket and the rooms below.
 """
 
 from __future__ import annotations

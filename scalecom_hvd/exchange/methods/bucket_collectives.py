@@ -1,8 +1,7 @@
 """The collectives of one bucket's step, as a method sees them.
 
 The exchange makes one `BucketCollectives` for every bucket and step. It names what the method
-submits, counts the bytes, and remembers what is still to be waited for. Imports bucket and
-collectives.
+submits, counts the bytes, and remembers what is still to be waited for.
 """
 
 from __future__ import annotations

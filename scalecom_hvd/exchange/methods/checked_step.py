@@ -1,8 +1,7 @@
 """Checks, in every step, that a method's step keeps its contract.
 
 Without the checks, each of these mistakes would silently give wrong numbers, different ones on
-every rank. Only shapes and counts are looked at, never numbers, so this costs nothing. exchange.py
-uses it. Imports base and the rooms below.
+every rank. Only shapes and counts are looked at, never numbers, so this costs nothing.
 """
 
 from __future__ import annotations

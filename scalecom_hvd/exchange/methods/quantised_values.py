@@ -1,7 +1,4 @@
-"""Quantises values of a bucket, and exchanges them between ranks, for methods with few bits.
-
-Imports bucket, collectives, bucket_collectives and quantisers.
-"""
+"""Quantises values of a bucket, and exchanges them between ranks, for methods with few bits."""
 
 from __future__ import annotations
 

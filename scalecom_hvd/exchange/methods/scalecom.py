@@ -3,7 +3,7 @@
 Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient
 Distributed Training", NeurIPS 2020, arXiv 2104.11125. Numbers in the comments are those of the
 steps in `ScaleCom`'s docstring. reference.py and bucket_step.py instead number the two moves of
-steps (3) and (5). Imports base and the rooms below.
+steps (3) and (5).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a method knows about one bucket from earlier steps. Imports collectives."""
+"""What a method knows about one bucket from earlier steps."""
 
 from __future__ import annotations
 
