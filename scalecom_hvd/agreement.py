@@ -2,7 +2,7 @@
 
 Ranks compare what they were started with once, before a difference could make them hang or diverge.
 Framework-free: the caller gathers every rank's plain description and passes the list in. All ranks
-see the same list, so either all raise or none. Imports no other room.
+see the same list, so either all raise or none.
 """
 
 from __future__ import annotations
@@ -64,23 +64,20 @@ class Names:
 
     Attributes:
         number: of this exchange.
+        numbers: of this process.
     """
 
     def __init__(self, numbers: Numbers = NUMBERS) -> None:
-        self._numbers = numbers
+        self.numbers = numbers
         self.number = 0
 
     def __call__(self, name: str) -> str:
         """The full name of a collective of this exchange."""
         return f"scalecom.{name}" if self.number == 0 else f"scalecom.{self.number}.{name}"
 
-    def claim(self) -> int:
-        """A number for this exchange that this process has not used."""
-        return self._numbers.claim()
-
     def use(self, number: int) -> None:
         """Take this number, on which all ranks agreed."""
-        self._numbers.use(number)
+        self.numbers.use(number)
         self.number = number
 
 

@@ -435,7 +435,7 @@ class Run:
         tensors = describe_tensors(parameters, self.residues)
         compared = {**describe(config, settings, tensors), **topics}
         mine = compared | {
-            "name": names.claim(),
+            "name": names.numbers.claim(),
             "step": self.residues.step,
             "rung": [self.residues.rung, self.residues.rung_since],
             "state": self.digest_of_state(),

@@ -111,7 +111,7 @@ class Exchange:
         """
         mine = self._describe(sparse) | {
             "present": list(present),
-            "name": self._names.claim(),
+            "name": self._names.numbers.claim(),
             "step": int(value_of(self.progress.step)),
             "ahead": bool(value_of(self.progress.ahead)),
             "residues_of": residues_of,

@@ -24,7 +24,7 @@ TOPICS = ("version", "settings", "tensors")
 
 def rank(names, step=0, tensors=TENSORS, config=None, version=__version__, **settings):
     config = (config or ScaleComConfig()).resolved().to_dict()
-    own = {"name": names.claim(), "step": step, "version": version}
+    own = {"name": names.numbers.claim(), "step": step, "version": version}
     return describe(config, settings, tensors) | own
 
 
@@ -32,11 +32,11 @@ def test_exchanges_of_a_process_have_names_of_their_own():
     numbers = Numbers()
     first, second = Names(numbers), Names(numbers)
     for names in (first, second):
-        names.use(names.claim())
+        names.use(numbers.claim())
     assert (first("values"), second("values")) == ("scalecom.values", "scalecom.1.values")
     first.use(7)
     assert first("values") == "scalecom.7.values"
-    assert second.claim() == 8
+    assert numbers.claim() == 8
 
 
 def test_ranks_take_a_number_that_is_new_to_all_of_them():

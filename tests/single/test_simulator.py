@@ -326,7 +326,7 @@ def test_every_rank_numbers_its_exchanges_for_itself():
         [Names(SimulatedCollectives(network, rank).numbers) for rank in range(2)] for _ in range(2)
     )
     for names in (first, second):
-        numbers = [own.claim() for own in names]
+        numbers = [own.numbers.claim() for own in names]
         assert numbers[0] == numbers[1]
         for own in names:
             own.use(numbers[0])
