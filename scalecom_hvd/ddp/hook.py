@@ -6,15 +6,11 @@ does not matter that DDP rebuilds its buckets after the first step. When the las
 thread waits for the other ranks, and then gives the averages to the futures that DDP waits for.
 Nothing blocks in the hook.
 
-With a mesh of nodes, each bucket is first averaged whole inside the node, while backward goes on.
-The exchange averages this rank's shard of it between nodes. Afterwards the node's ranks put their
-shards together. Imports process_group_collectives, nodes, and exchange, node_exchange, methods,
-node, background_thread and faces of exchange/.
+With a mesh of nodes, buckets go through a NodeExchange.
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with types.
 
-import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -98,13 +94,9 @@ class ScaleComState:
 
     def _begin(self) -> None:
         self._names: dict[str, nn.Parameter] = {}
-        self._name_of: dict[torch.Tensor, str] = {}
-        self._places: dict[str, int] = {}
-        self._alone = False
         self._exchange: Exchange | None = None
         # With a mesh, this is in front of the exchange.
         self._in_node: NodeExchange | None = None
-        self._unused: UnusedAverages | None = None
         self._reduced: list[_Reduced] = []
         # Names of parameters whose gradients this backward has not brought yet.
         self._missing: set[str] = set()
@@ -173,7 +165,7 @@ class ScaleComState:
         self.compression.mix_momentum(parameters, collectives, by_hook=True)
         self._alone = collectives.size == 1
         self._names = parameters
-        self._name_of = {parameter: name for name, parameter in parameters.items()}
+        self._name_of: dict[torch.Tensor, str] = {p: name for name, p in parameters.items()}
         self._places = {name: place for place, name in enumerate(parameters)}
         self._missing = set(parameters)
 
@@ -324,25 +316,24 @@ def scalecom_hook(
     return state.reduce(bucket)
 
 
-@dataclasses.dataclass
 class _Reduced:
     """One of DDP's buckets while it is being averaged.
 
-    Attributes:
+    Args:
         buffer: DDP's buffer; each gradient is a part of it.
         gradients: {name: gradient}.
+
+    Attributes:
         given: a future that is given the averages, or an error.
         future: what DDP waits for: like `given`, but it can raise the error.
     """
 
-    buffer: torch.Tensor
-    gradients: Mapping[str, torch.Tensor]
-    given: torch.futures.Future[torch.Tensor] = dataclasses.field(init=False)
-    future: torch.futures.Future[torch.Tensor] = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        device = self.buffer.device
-        self.given = torch.futures.Future(devices=[] if device.type == "cpu" else [device])
+    def __init__(self, buffer: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> None:
+        self.buffer, self.gradients = buffer, gradients
+        device = buffer.device
+        self.given: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[] if device.type == "cpu" else [device]
+        )
         # If a future was given an exception, DDP takes the exception for a tensor. But a callback
         # of a future can raise it.
         self.future = self.given.then(lambda given: given.value())
