@@ -51,9 +51,8 @@ class Streams:
     def entered(self, joins: bool = True) -> AbstractContextManager[None]:
         """Inside, work is enqueued on these streams, behind what the current streams hold so far.
 
-        Args:
-            joins: whether the current streams wait for this work at the end. In backward's hooks
-                they need not.
+        joins: whether the current streams wait for this work at the end. In backward's hooks they
+        need not.
         """
         # Every gradient's hook calls this, also on CPUs.
         return self._entered(joins) if self._streams else _NOTHING
@@ -92,10 +91,6 @@ class Streams:
         """
         return _on(self._streams) if self._streams else _NOTHING
 
-    def give(self, made: torch.Tensor) -> torch.Tensor:
-        """Let the current stream use, and free, what may have been made on these streams."""
-        return recorded(made) if self._streams else made
-
 
 @contextlib.contextmanager
 def _on(streams: Sequence[torch.Stream]) -> Iterator[None]:
@@ -125,7 +120,7 @@ def _current(device: torch.device) -> AbstractContextManager[None]:
 
 
 def recorded(made: torch.Tensor) -> torch.Tensor:
-    """Let the current stream use what another one made. The memory is not free before that."""
+    """Let the current stream use, and free, what another one may have made."""
     if made.device.type not in _HOSTS and not made.is_sparse:
         made.record_stream(torch.accelerator.current_stream(made.device))
     return made
@@ -187,31 +182,30 @@ class Timer:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = [device for device in dict.fromkeys(devices) if device.type not in _HOSTS]
-        self._began = self._ended = 0.0
-        self._first: list[torch.Event] = []
-        self._last: list[torch.Event] = []
 
     def start(self) -> None:
         """Begin to wait: the current streams hold everything that is not to be counted."""
-        self._began, self._first = time.perf_counter(), list(map(self._now, self._devices))
+        self._first = self._now()
 
     def stop(self) -> None:
         """Note that the wait is over: the current streams hold all that was waited for."""
-        self._ended, self._last = time.perf_counter(), list(map(self._now, self._devices))
+        self._last = self._now()
 
     def seconds(self) -> float:
         """How long it took. The host waits for the devices, which have mostly finished."""
-        for event in self._last:
+        (began, first), (ended, last) = self._first, self._last
+        for event in last:
             event.synchronize()
-        pairs = zip(self._first, self._last, strict=True)
-        waited = [first.elapsed_time(last) / 1000 for first, last in pairs]
-        return max(waited, default=self._ended - self._began)
+        waited = [one.elapsed_time(other) / 1000 for one, other in zip(first, last, strict=True)]
+        return max(waited, default=ended - began)
 
-    def _now(self, device: torch.device) -> torch.Event:
-        event = torch.Event(device, enable_timing=True)
-        with _current(device):
-            event.record()
-        return event
+    def _now(self) -> tuple[float, list[torch.Event]]:
+        now, events = time.perf_counter(), []
+        for device in self._devices:
+            events.append(torch.Event(device, enable_timing=True))
+            with _current(device):
+                events[-1].record()
+        return now, events
 
 
 class HostCopy:

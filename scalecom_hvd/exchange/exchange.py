@@ -39,7 +39,7 @@ from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.bucket_plan import Part, plan_buckets
 from scalecom_hvd.exchange.bucket_step import BucketStep, outcome
 from scalecom_hvd.exchange.collectives import Collectives, Step, Wait, gather_objects
-from scalecom_hvd.exchange.devices import Streams
+from scalecom_hvd.exchange.devices import Streams, recorded
 from scalecom_hvd.exchange.diagnostics_sampler import Sampler
 from scalecom_hvd.exchange.face import Face, Options
 from scalecom_hvd.exchange.methods.base import Method
@@ -82,9 +82,6 @@ class Exchange(Averager):
         part: which tensors the coming step is about, the same on all ranks. None: always all of
             them.
         streams: the streams on which the exchange works.
-
-    Raises:
-        ValueError, TypeError: see Run.begin.
 
     Example:
         >>> exchange = Exchange({"w": torch.zeros(100, 100)}, ScaleCom(), collectives)
@@ -467,7 +464,7 @@ class Exchange(Averager):
         used = averages.keys() - unused
         if self._options.unused is not None:
             self._options.unused.end(used if counts else ())
-        return {n: self.streams.give(average) for n, average in averages.items() if n in used}
+        return {n: recorded(average) for n, average in averages.items() if n in used}
 
     def _part(self) -> list[Progress]:
         """The progress of the buckets that this part is about. No bucket is in two parts."""
@@ -501,18 +498,15 @@ class Exchange(Averager):
         self.residues.note_step()
         if self._pace is not None:
             self._pace.hear(votes)
-        if self.residues.enter_stage():
-            # From now on, tensors are sent at other rates. What was chosen ahead belongs to the old
-            # lanes.
-            for progress in self._waves.all:
-                progress.complete_state()
-            self._method.run.begin_equal_state_anew()
-            self._make_buckets(self.residues.buckets)
-        elif self._whole and not self.residues.sends_whole:
+        has_new_lanes = self.residues.enter_stage()
+        if has_new_lanes or (self._whole and not self.residues.sends_whole):
             # Every rank can wait here, and hooks must not wait for the first choice.
             for progress in self._waves.all:
                 progress.complete_state()
                 progress.bucket.drop_whole_values()
+        if has_new_lanes:  # what was chosen ahead belongs to the old lanes
+            self._method.run.begin_equal_state_anew()
+            self._make_buckets(self.residues.buckets)
         if looks:
             self._sampler.seen = self.residues.step - 1
 

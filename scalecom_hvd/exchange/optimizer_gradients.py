@@ -18,6 +18,7 @@ import torch
 
 from scalecom_hvd.exchange.bucket_plan import Groups
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
+from scalecom_hvd.exchange.devices import recorded
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.face import Face, Options, Told
 from scalecom_hvd.exchange.gradients import flat_tensor, unflat_gradient
@@ -100,19 +101,13 @@ class OptimizerGradients(StartsAlike):
         # All ranks of all nodes: they have p.grad.
         self._everyone = collectives if node is None else node.everyone
         self._unused = UnusedAverages(parameters, calls_hooks=True)
-        options = Options(groups, unused=self._unused)
+        who, options = (parameters, method, collectives), Options(groups, unused=self._unused)
         self._stage: Exchange | NodeExchange
         if node is None:
-            self.exchange = self._stage = Exchange(
-                parameters,
-                method,
-                collectives,
-                options,
-                face=self,
-                settings={"sparse_as_dense": sparse_as_dense},
-            )
+            settings = {"sparse_as_dense": sparse_as_dense}
+            self.exchange = self._stage = Exchange(*who, options, face=self, settings=settings)
         else:
-            self._stage = NodeExchange(parameters, method, collectives, node, options, self)
+            self._stage = NodeExchange(*who, node, options, self)
             self.exchange = self._stage.exchange
         self._news = NewGradients(self._everyone, self.exchange.names, parameters)
         # For the header. None: ranks have not agreed yet.
@@ -129,9 +124,6 @@ class OptimizerGradients(StartsAlike):
         Args:
             parameter: one of the trained parameters. Its .grad is read. If it is None, it becomes
                 zeros.
-
-        Raises:
-            RuntimeError: see Exchange.ready.
         """
         name, exchange = self._name_of[parameter], self.exchange
         if not exchange.in_step():
@@ -174,9 +166,6 @@ class OptimizerGradients(StartsAlike):
 
         Returns:
             What .grad must become, with its shape and dtype. It is NaN in a skipped step.
-
-        Raises:
-            RuntimeError, Exception: see Exchange.finish.
         """
         name = self._name_of[parameter]
         if name not in self._averages:
@@ -185,13 +174,11 @@ class OptimizerGradients(StartsAlike):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        averages = self._stage.finish()
-        for name, flat in averages.items():
+        for name, flat in self._stage.finish().items():
             parameter = self._own[name]
-            if self._node is None:
-                self._averages[name] = unflat_gradient(parameter, flat)
-            else:
-                self._averages[name] = flat.view(parameter.shape)
+            is_own = self._node is None  # whether the average is where p.grad is
+            average = unflat_gradient(parameter, flat) if is_own else flat.view(parameter.shape)
+            self._averages[name] = average
         self._sparse = dict.fromkeys(self._sparse)
         self._news.end()
 
@@ -218,7 +205,7 @@ class OptimizerGradients(StartsAlike):
             has_gradients = self._ask_all(fresh)
         for parameter in () if has_gradients else self._own.values():
             if parameter.grad is not None:
-                self.exchange.streams.give(parameter.grad)
+                recorded(parameter.grad)
         return has_gradients
 
     def _compare_parameters(self) -> None:
