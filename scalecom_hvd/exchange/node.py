@@ -33,7 +33,6 @@ class Node:
             of other nodes that they are in. None: the next that this process has not used.
 
     Attributes:
-        everyone: see above.
         whole: {name: shape} of the tensors that the node's ranks share out. None: the shapes are
             those of their parts.
         size: how many ranks the node has, and so how many shards every tensor has.
@@ -52,6 +51,11 @@ class Node:
         self.bytes_sent = 0
         self.whole: Mapping[str, tuple[int, ...]] | None = None
         self._has_told = False
+
+    def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a flattened tensor: a view."""
+        size = -(-flat.numel() // self.size)
+        return flat[self.position * size : (self.position + 1) * size]
 
     @contextlib.contextmanager
     def ending_a_step(self) -> Iterator[None]:

@@ -86,7 +86,8 @@ class NodeExchange:
         self._is_alone = peers.size == 1 and face is None
         node.whole = {name: tuple(tensor.shape) for name, tensor in like.items()}
         shards = {
-            n: self.cut(n, t.detach().new_zeros(1).expand(t.numel())) for n, t in like.items()
+            name: node.shard_of(tensor.detach().new_zeros(1).expand(tensor.numel()))
+            for name, tensor in like.items()
         }
         self.exchange = Exchange(shards, method, peers, options, face=face, node=node)
         self._brought: list[_Brought] = []
@@ -98,14 +99,8 @@ class NodeExchange:
         flat = self._zeros(name) if flat is None else flat
         self.bring(flat, {name: flat}, name, trained)
 
-    def cut(self, name: str, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a flattened tensor: a view."""
-        size = -(-self._like[name].numel() // self._node.size)
-        return flat[self._node.position * size : (self._node.position + 1) * size]
-
     def _zeros(self, name: str) -> torch.Tensor:
-        like = self._like[name]
-        return torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
+        return self._like[name].detach().new_zeros(self._like[name].numel())
 
     def bring(
         self,
@@ -135,7 +130,7 @@ class NodeExchange:
         own = self._brought[self._reported]
         self._reported += 1
         own.wait()
-        shards = {name: self.cut(name, g.reshape(-1)) for name, g in own.gradients.items()}
+        shards = {n: self._node.shard_of(g.reshape(-1)) for n, g in own.gradients.items()}
         self.exchange.ready_all(shards, own.trained)
 
     @torch.no_grad()
@@ -164,7 +159,7 @@ class NodeExchange:
             for name in own.gradients.keys() & shards.keys():
                 gradient = averages[name] = own.gradients[name]
                 flat = gradient.reshape(-1)
-                self.cut(name, flat).copy_(shards[name])
+                self._node.shard_of(flat).copy_(shards[name])
                 if flat.data_ptr() != gradient.data_ptr():
                     gradient.copy_(flat.view(gradient.shape))
             own.complete()

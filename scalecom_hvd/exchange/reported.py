@@ -41,9 +41,7 @@ class Reported(dict[str, Gradient]):
         flats = {}
         for name in names:
             flat, like = self.get(name, _NONE).flat, self._like[name]
-            if flat is None:
-                flat = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
-            flats[name] = flat
+            flats[name] = like.detach().new_zeros(like.numel()) if flat is None else flat
         return flats
 
     def idle(self, flats: Mapping[str, torch.Tensor]) -> list[str]:

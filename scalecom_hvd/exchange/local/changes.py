@@ -62,7 +62,6 @@ class Clipping:
         times: the largest norm, as a multiple of the median. None: changes stay as they are.
 
     Attributes:
-        times: the same.
         clipped: how many of this rank's changes were clipped.
 
     Raises:

@@ -73,15 +73,10 @@ class LocalSteps(Averager):
         method: how changes are averaged.
         collectives: how this rank reaches the others.
         schedule: when ranks synchronise, and how many fragments the model is cut into.
-        groups: see Exchange.
+        groups: see face.Options.
         start_anew: a function that makes this rank's optimizer forget its momentum and the like. It
             is called after this rank's parameters had to go back.
-        outer: a function that makes the optimizer of the common parameters. The optimizer's
-            gradient is the averaged change. The function is the same on every rank. None: the
-            average is subtracted.
-        overlap: tau, how many steps are taken while an average travels.
-        clip_changes: the largest norm of a rank's change, as a multiple of the median norm of all
-            ranks' changes. None: no limit.
+        outer, overlap, clip_changes: as in DistributedOptimizer.
         node: the ranks of this rank's node, which step together; `collectives` are then its peers.
             None: every rank is a worker by itself.
 
@@ -161,7 +156,7 @@ class LocalSteps(Averager):
         # Whether x comes from training with others, or from a loaded state. Such an x replaces a
         # newcomer's.
         self._knows = False
-        self.own = OwnParameters(self.worker.own, self.common)
+        self.own = OwnParameters(self.worker.own)
         self._residues = method.residues
         self._fragments, groups = cut_into_fragments(
             parameters, groups, schedule.fragments, method.config
@@ -351,8 +346,7 @@ class LocalSteps(Averager):
     def _arrive(self, everywhere: bool = True) -> bool:
         """Apply the averages. Return whether there were any.
 
-        Args:
-            everywhere: whether all ranks make this call now.
+        everywhere: whether all ranks make this call now.
         """
         self.collect()
         self.exchange.look(everywhere)
@@ -395,11 +389,14 @@ class LocalSteps(Averager):
             "loss of every rank, or lower the learning rate",
             self.taken,
         )
-        for name, parameter in self._parameters.items():
-            parameter.copy_(self.common[name])
+        self._begin_at_common()
         self.worker.complete(self.common)
         # The optimizer's momentum would spoil every later synchronisation.
         self._start_anew()
+
+    def _begin_at_common(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self.common[name])
 
     # The agreement, before the first step.
 
@@ -409,9 +406,8 @@ class LocalSteps(Averager):
 
         Newcomers take over the steps and common parameters of the ranks that were there before.
 
-        Args:
-            early: whether ranks may still differ if all of them are new, because the first step
-                does not follow at once.
+        early: whether ranks may still differ if all of them are new, because the first step does
+        not follow at once.
         """
         self._notice_restart()
         self.collect()
@@ -476,8 +472,7 @@ class LocalSteps(Averager):
         """
         self._outer.broadcast(self.collectives, root, described)
         if not keeps:
-            for name, parameter in self._parameters.items():
-                parameter.copy_(self.common[name])
+            self._begin_at_common()
             self._under_way = False
             self.own.let_go()
             if self._journey is not None:
@@ -517,10 +512,6 @@ class LocalSteps(Averager):
         if not self.own.held and self.active and not self.newcomer:
             self.own.hold()
 
-    def trains(self, addresses: set[int]) -> bool:
-        """Whether some parameter is at one of these addresses."""
-        return self.worker.has_any_at(addresses)
-
     @torch.no_grad()
     def show_common(self) -> None:
         """For a broadcast, make the parameters the common ones, until they are put back.
@@ -528,7 +519,7 @@ class LocalSteps(Averager):
         Nodes have no newcomers, which would need them.
         """
         if self._under_way and self.node is None:
-            self.own.show_common()
+            self._begin_at_common()
 
     def state_dict(self) -> Saved:
         """What is saved of this rank's local steps. The tensors are the ones in use.

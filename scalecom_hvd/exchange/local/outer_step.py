@@ -20,8 +20,6 @@ from scalecom_hvd.saved_state import Saved
 
 Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer of the common parameters."""
-
-
 Group = dict[str, Any]
 """Settings of a group of parameters, or the state of one parameter; JSON values."""
 

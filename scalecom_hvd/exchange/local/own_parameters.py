@@ -19,7 +19,6 @@ class OwnParameters:
     """The values that one optimizer's parameters on this rank must have at its next step."""
 
     parameters: Mapping[str, torch.Tensor]  # all that are trained
-    common: Mapping[str, torch.Tensor]  # x
     values: dict[str, torch.Tensor] | None = None  # that are held; None: nothing is held
 
     @property
@@ -40,15 +39,8 @@ class OwnParameters:
         self.values = None
 
     @torch.no_grad()
-    def show_common(self) -> None:
-        """Make the parameters the common ones, until they are put back."""
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self.common[name])
-
-    @torch.no_grad()
     def put_back(self) -> None:
         """Make the parameters this rank's own again."""
-        assert self.values is not None, "nothing is held"
         for name, parameter in self.parameters.items():
             parameter.copy_(self.values[name])
 

@@ -44,9 +44,8 @@ def any_held() -> bool:
 def rounds_of(params: dict[str, object] | list[object]) -> list[LocalSteps]:
     """The local steps whose parameters are among these.
 
-    Args:
-        params: what broadcast_parameters takes: a state_dict, or a list of (name, tensor) or of
-            tensors. Anything else, which Horovod refuses, has none.
+    params: what broadcast_parameters takes: a state_dict, or a list of (name, tensor) or of
+    tensors. Anything else, which Horovod refuses, has none.
     """
     if isinstance(params, dict):
         tensors = list(params.values())
@@ -56,23 +55,22 @@ def rounds_of(params: dict[str, object] | list[object]) -> list[LocalSteps]:
         return []
     # A state_dict may hold other objects too.
     addresses = {local_part(t).data_ptr() for t in tensors if isinstance(t, torch.Tensor)}
-    if any(local.trains(addresses) for local in list(_alive)):
+    if any(local.worker.has_any_at(addresses) for local in list(_alive)):
         # A deleted optimizer lives on in a reference cycle with its own class. The parameters of
         # another may now lie at the addresses of its parameters.
         gc.collect()
-    return [local for local in list(_alive) if local.trains(addresses)]
+    return [local for local in list(_alive) if local.worker.has_any_at(addresses)]
 
 
 def collect_all(addresses: set[int] | None = None) -> None:
     """Wait for averages that travel.
 
-    Args:
-        addresses: the addresses of the parameters that the averages are for. None: wait for the
-            averages of all parameters that are or were there.
+    addresses: the addresses of the parameters that the averages are for. None: wait for the
+    averages of all parameters that are or were there.
     """
     for local in list(_alive):
         # At a script's end, the ranks of a node may wait for one that ends with an error.
-        if local.node is None if addresses is None else local.trains(addresses):
+        if local.node is None if addresses is None else local.worker.has_any_at(addresses):
             with contextlib.suppress(Exception):  # what failed has been raised already
                 local.collect()
     if addresses is None:

@@ -29,7 +29,6 @@ class Worker(Mapping[str, torch.Tensor]):
         node: the ranks of this rank's node. None: this rank is a worker by itself.
 
     Attributes:
-        node: the same.
         own: {name: what this rank has of a parameter}: the shard, or all of it.
 
     Raises:
@@ -53,7 +52,7 @@ class Worker(Mapping[str, torch.Tensor]):
         parameter = self._parameters[name]
         if self.node is None:
             return parameter
-        shard = self._cut(self._flat(name)) if self._is_cut else local_part(parameter)
+        shard = self.node.shard_of(self._flat(name)) if self._is_cut else local_part(parameter)
         return shard.requires_grad_(parameter.requires_grad)
 
     def __iter__(self) -> Iterator[str]:
@@ -76,16 +75,11 @@ class Worker(Mapping[str, torch.Tensor]):
             reach *= size
         return own.as_strided((own.numel(),), (1,))
 
-    def _cut(self, flat: torch.Tensor) -> torch.Tensor:
-        size = -(-flat.numel() // self.node.size)
-        return flat[self.node.position * size : (self.node.position + 1) * size]
-
     @contextlib.contextmanager
     def agreeing(self, step: int) -> Iterator[None]:
         """Enclose an agreement among peers. If it fails on one rank, it fails in the whole node.
 
-        Args:
-            step: how many steps this rank has taken when it ends. It is the same in the node.
+        step: how many steps this rank has taken when it ends. It is the same in the node.
         """
         if self.node is None:
             yield
@@ -140,7 +134,7 @@ class Worker(Mapping[str, torch.Tensor]):
         for name in names:
             flat = self._flat(name)
             whole = torch.zeros_like(flat, dtype=wide_dtype(flat))
-            self._cut(whole).copy_(self._cut(flat))
+            self.node.shard_of(whole).copy_(self.node.shard_of(flat))
             works.append((flat, self.node.add_up(whole, f"shards.{name}")))
         for flat, work in works:
             flat.copy_(work.wait())
