@@ -1,7 +1,6 @@
 """Run on every rank by test_bytes.py: trains for some steps and prints what stats() says was sent.
 
-Arguments: "torch" or "tensorflow", ScaleCom's settings as JSON (null: no compression), and the
-number of steps.
+Arguments: "torch" or "tensorflow", ScaleCom's settings as JSON, and the number of steps.
 """
 
 import json
@@ -14,7 +13,7 @@ from typing import Any
 WIDTHS = [1000, 2000, 500, 10]
 
 
-def in_torch(settings: dict[str, Any] | None) -> tuple[Callable, Callable, ModuleType]:
+def in_torch(settings: dict[str, Any]) -> tuple[Callable, Callable, ModuleType]:
     """Return step(), report() and Horovod's module for a training in PyTorch."""
     import torch
 
@@ -27,7 +26,7 @@ def in_torch(settings: dict[str, Any] | None) -> tuple[Callable, Callable, Modul
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01),
         model.named_parameters(),
-        compression=hvd.Compression.none if settings is None else hvd.ScaleCom(**settings),
+        compression=hvd.ScaleCom(**settings),
     )
     torch.manual_seed(hvd.rank())
 
@@ -45,7 +44,7 @@ def in_torch(settings: dict[str, Any] | None) -> tuple[Callable, Callable, Modul
     return step, report, hvd
 
 
-def in_tensorflow(settings: dict[str, Any] | None) -> tuple[Callable, Callable, ModuleType]:
+def in_tensorflow(settings: dict[str, Any]) -> tuple[Callable, Callable, ModuleType]:
     """Return the same for a training in Keras."""
     import tensorflow as tf
 
@@ -59,7 +58,7 @@ def in_tensorflow(settings: dict[str, Any] | None) -> tuple[Callable, Callable, 
     )
     optimizer = hvd.DistributedOptimizer(
         tf.keras.optimizers.SGD(0.01),
-        compression=hvd.Compression.none if settings is None else hvd.ScaleCom(**settings),
+        compression=hvd.ScaleCom(**settings),
     )
     model.compile(optimizer, "mse")
 
@@ -79,7 +78,7 @@ def main() -> None:
     step, report, hvd = (in_torch if framework == "torch" else in_tensorflow)(settings)
     for _ in range(steps):
         step()
-    if settings is not None and hvd.rank() == 0:
+    if hvd.rank() == 0:
         print("STATS " + json.dumps(report()), flush=True)
     if os.environ.get("HOROVOD_TIMELINE"):
         # When the process ends, Horovod 0.28.1 drops the events that it has not written yet. This
