@@ -379,32 +379,6 @@ def test_gradients_that_share_a_storage(library):
     assert close({name: p.detach().numpy() for name, p in model.items()}, right)
 
 
-@pytest.mark.on_cpus  # for the same reason
-@pytest.mark.parametrize("passes", [1, 2])
-def test_training_goes_on_after_a_refusal(passes):
-    """What residues keep of the refused gradient is sent by the next steps."""
-    model, optimizer, compressor = make(hvd, SMALL, rate=10, beta=1.0)
-    optimizer.set_backward_passes_per_step(passes)
-    came, waits = dict.fromkeys(SMALL, 0.0), 0.0
-    for step, everyone, _ in steps_of(model, optimizer, 6):
-        for _ in range(passes):
-            loss_of(model, {n: g / passes for n, g in everyone[hvd.rank()].items()}).backward()
-        if step == 3:
-            with torch.no_grad():
-                model["weight"].grad.mul_(0.1)
-            assert refuses(optimizer.step)
-            came["weight"] = came["weight"] + mean_residues(compressor, SMALL)["weight"] - waits
-            continue
-        optimizer.step()
-        waits = mean_residues(compressor, SMALL)["weight"]
-        came = {name: came[name] + own for name, own in mean(everyone).items()}
-    assert same_on_all_ranks(model.values())
-    waits = mean_residues(compressor, SMALL)
-    for name, parameter in model.items():
-        sent = -parameter.detach().double().numpy()
-        np.testing.assert_allclose(sent + waits[name], came[name], rtol=1e-3, atol=1e-4)
-
-
 @horovods_alone
 @pytest.mark.parametrize("changes", [["table"], ["weight", "table"]], ids=",".join)
 @pytest.mark.parametrize("step_of_change", [0, 2])
