@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from faces import horovods_alone, hvd, in_every_library, stock
+from local_models import values_of
 from models import (
     SHAPES,
     assert_nothing_is_lost,
@@ -35,10 +36,6 @@ def in_modes(modes, of_stock=({},)):
     for mode in of_stock:
         cases += [pytest.param(stock, mode, id=f"stock {mode}", marks=horovods_alone)]
     return pytest.mark.parametrize(("library", "mode"), cases)
-
-
-def values_of(model):
-    return {name: p.detach().clone() for name, p in model.items()}
 
 
 @pytest.mark.parametrize("where", ["new_optimizer", "mid_run"])
