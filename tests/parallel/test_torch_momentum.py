@@ -34,18 +34,18 @@ def make(library=hvd, optimizer="momentum", **settings):
 
 
 class Oracle:
-    """A copy of a model, which the oracle steps by the averages that the model has."""
+    """A copy of a model on the host, which the oracle steps by the averages that the model has."""
 
     def __init__(self, model, optimizer="momentum", nu=NU):
-        self.of, self.model = model, copy.deepcopy(model)
+        self.of, self.model = model, copy.deepcopy(model).cpu()
         kappas = {p: 1 - nu for p in self.model.parameters() if p.numel() >= SETTINGS["min_numel"]}
         self.steps = oracle.Steps(OPTIMIZERS[optimizer](self.model.parameters()), kappas)
 
     def check(self):
         for p, q in zip(self.model.parameters(), self.of.parameters(), strict=True):
-            p.grad = q.grad.clone()
+            p.grad = q.grad.cpu().clone()
         self.steps.step()
-        assert_close(self.of, self.model)
+        assert_close(copy.deepcopy(self.of).cpu(), self.model)
         assert same_on_all_ranks(self.of.parameters())
 
 
