@@ -143,8 +143,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             f"{compression!r}"
         )
     method = method_of(compression, local_steps)
-    if named_parameters is not None:
-        named_parameters = list(named_parameters)
     parameters = trained_parameters(optimizer, named_parameters, sharded=mesh is not None)
     _check_names(optimizer, parameters)
     named_groups = names_of_groups(groups, parameters)
@@ -159,11 +157,17 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             (collectives is not None, "collectives", why_not),
         )
         check_left_out("mesh=", settings)
-        if local_steps is None:
-            rest = mesh, named_groups, backward_passes_per_step
-            return _of_sharded_parameters(optimizer, parameters, method, *rest)
-        peers, ranks = _peers_and_node(parameters, mesh, may_be_whole=True)
+        peers, ranks = _peers_and_node(parameters, mesh, may_be_whole=local_steps is not None)
         collectives, node = peers, Node(ranks)
+        if local_steps is None:
+            rest = method, peers, node, named_groups, backward_passes_per_step
+            sharded = ShardedGradients(parameters, mesh, *rest)
+            wrapped = _of_own_class(
+                optimizer, (AveragesInBackward,), _gradients=sharded, _method=method
+            )
+            peers.end_with(wrapped)
+            ranks.end_with(wrapped)
+            return wrapped
     elif collectives is None:
         devices = {parameter.device for parameter in parameters.values()}
         sums = op == dist.ReduceOp.SUM
@@ -192,7 +196,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             node=node,
         )
         members, bases = local_members(local, type(optimizer), parameters.values()), ()
-    members["compression"] = _Averaging.compression
     with method.run.released_on_error():
         fsdp = FsdpGroups(parameters.values(), mesh)
         wrapped = _of_own_class(optimizer, bases, members, _method=method, _fsdp=fsdp)
@@ -207,26 +210,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     return wrapped
 
 
-def _of_sharded_parameters(
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, torch.Tensor],
-    method: Method,
-    mesh: DeviceMesh,
-    groups: list[list[str]] | None,
-    passes: int,
-) -> Any:
-    """The optimizer for parameters that are sharded inside the nodes of a mesh."""
-    peers, ranks = _peers_and_node(parameters, mesh)
-    gradients = ShardedGradients(parameters, mesh, method, peers, Node(ranks), groups, passes)
-    bases = (AveragesInBackward,)
-    wrapped = _of_own_class(optimizer, bases, _gradients=gradients, _method=method)
-    for collectives in (peers, ranks):
-        collectives.end_with(wrapped)
-    return wrapped
-
-
 def _peers_and_node(
-    parameters: Mapping[str, torch.Tensor], mesh: DeviceMesh, may_be_whole: bool = False
+    parameters: Mapping[str, torch.Tensor], mesh: DeviceMesh, may_be_whole: bool
 ) -> tuple[ProcessGroupCollectives, ProcessGroupCollectives]:
     """This rank's peers, and the ranks of its node.
 
@@ -252,7 +237,9 @@ def _of_own_class(
 ) -> Any:
     """The optimizer with all that it holds, of a subclass with these bases and members."""
     kind = type(optimizer)
-    wrapped: Any = object.__new__(type(kind.__name__, (*bases, kind), dict(members)))
+    method = property(lambda self: self._method, doc="The method, with stats() and state_dict().")
+    members = {"compression": method, **members}
+    wrapped: Any = object.__new__(type(kind.__name__, (*bases, kind), members))
     # Leave out `step`: a learning-rate scheduler may have put a wrapper around it, which calls the
     # step of the original optimizer.
     vars(wrapped).update({name: own for name, own in vars(optimizer).items() if name != "step"})
@@ -404,11 +391,6 @@ class _Averaging:
         self._forget()
         self._synchronized = False
         super().load_state_dict(state_dict)  # type: ignore[misc]
-
-    @property
-    def compression(self) -> Method:
-        """This optimizer's method, with stats() and state_dict()."""
-        return self._method  # type: ignore[attr-defined]
 
 
 @not_compiled

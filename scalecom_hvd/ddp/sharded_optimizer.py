@@ -6,17 +6,13 @@ backward ends, p.grad becomes the average over all ranks. So a script sees the s
 FSDP2 that shards inside nodes and replicates between them. FSDPModule.set_all_reduce_hook cannot do
 this: FSDP2 uses the buffer as soon as the hook returns, but averages exist only when all buckets
 are known to be sound.
-
-Imports fsdp_groups, and exchange, methods, gradients, faces, optimizer_gradients and
-unused_averages of exchange/.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +22,7 @@ from scalecom_hvd.ddp.fsdp_groups import FsdpGroups
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.face import Options
-from scalecom_hvd.exchange.faces import check_parameters
+from scalecom_hvd.exchange.faces import check_parameters, skip_nothing
 from scalecom_hvd.exchange.gradients import flat_tensor, local_part
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.node import Node
@@ -46,6 +42,9 @@ class ShardedGradients:
         node: the ranks that hold the other shards.
         groups: lists of names that share a bucket.
         passes: how many backward passes add up before gradients are exchanged.
+
+    Attributes:
+        names: {parameter: its name} of those that ranks have agreed on.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class ShardedGradients:
             face=StartsAlike(shards),
             node=node,
         )
-        self._names = {p: name for name, p in parameters.items()}
+        self.names = {p: name for name, p in parameters.items()}
         self.passes, self._passes_over = passes, 0
         # Autograd's number of the backward under way and of the latest one, and the parameters that
         # got gradients from it so far.
@@ -118,7 +117,7 @@ class ShardedGradients:
             queue(lambda: queue(self._end_backward))
         # FSDP2 adds to p.grad in place, unless the script has set it to None.
         if parameter in self._left and self._left.pop(parameter)() is not parameter.grad:
-            self._unused.note_dropped(self._names[parameter])
+            self._unused.note_dropped(self.names[parameter])
         if parameter in self._came:
             self._late.add(parameter)
         self._came.add(parameter)
@@ -136,7 +135,7 @@ class ShardedGradients:
         self._taken[parameter], parameter.grad = _placed(parameter), None
         grad = self._taken[parameter]
         flat = None if grad is None else flat_tensor(local_part(grad))
-        self._exchange.ready(self._names[parameter], flat, parameter.requires_grad)
+        self._exchange.ready(self.names[parameter], flat, parameter.requires_grad)
 
     @torch.no_grad()
     def _give_back(self) -> None:
@@ -168,12 +167,12 @@ class ShardedGradients:
             if self._is_first:
                 self._fsdp.check_owned()
             self._passes_over, self._is_first = 0, False
-            for parameter in dict.fromkeys([*self._arrived, *self._names]):
+            for parameter in dict.fromkeys([*self._arrived, *self.names]):
                 if parameter not in self._taken:
                     self._report(parameter)
             averages = self._exchange.finish()
             self._give_back()
-            for parameter, name in self._names.items():
+            for parameter, name in self.names.items():
                 if name in averages:
                     average = averages[name].view(local_part(parameter).shape)
                     if self._fsdp.is_factor_given(parameter):
@@ -207,11 +206,6 @@ class ShardedGradients:
                 "step() was called inside backward, by a hook. Gradients of shards are averaged "
                 "between nodes when backward ends: call step() after backward()"
             )
-
-    @property
-    def known(self) -> Mapping[torch.Tensor, Any]:
-        """The parameters that ranks have agreed on."""
-        return self._names
 
 
 @not_compiled
@@ -257,17 +251,13 @@ class AveragesInBackward:
     """What an optimizer of sharded parameters has besides its own class, the next base."""
 
     _gradients: ShardedGradients
-    _method: Method
 
     @not_compiled
     def synchronize(self) -> None:
         """Average what backward did not, because backward_passes_per_step waits for more."""
         self._gradients.exchange()
 
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Skip nothing: gradients are averaged when backward returns."""
-        yield
+    skip_synchronize = skip_nothing
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Add up this many backward passes from now on. Not allowed in the middle of a step."""
@@ -287,14 +277,9 @@ class AveragesInBackward:
         """
         self._gradients.refuse_inside_backward()
         groups = self.param_groups  # type: ignore[attr-defined]
-        check_parameters(groups, self._gradients.known, "average")
+        check_parameters(groups, self._gradients.names, "average")
         self._gradients.exchange()
         return super().step(*args, **kwargs)  # type: ignore[misc]
 
     # The next base's step() calls the hooks of a step.
     step.hooked = True  # type: ignore[attr-defined]
-
-    @property
-    def compression(self) -> Method:
-        """This optimizer's method, with stats() and state_dict()."""
-        return self._method

@@ -84,7 +84,7 @@ def local_members(
         # Not Horovod's: that forgets what is under way, which is not this optimizer's state.
         "load_state_dict": base.load_state_dict,
         "synchronize": _nothing_to_synchronize,
-        "skip_synchronize": _skip_nothing,
+        "skip_synchronize": skip_nothing,
         "synchronize_parameters": _synchronize_parameters,
     }
     # base.step calls the step's hooks. Without this mark, torch would call them here too, when
@@ -167,8 +167,8 @@ def _nothing_to_synchronize(self: object) -> None:
 
 
 @contextlib.contextmanager
-def _skip_nothing(self: object) -> Iterator[None]:
-    """Skip nothing: step() averages parameters' changes when it is time."""
+def skip_nothing(self: object) -> Iterator[None]:
+    """Skip nothing: gradients were averaged when backward returned, or are never averaged."""
     yield
 
 
@@ -253,7 +253,7 @@ def check_not_sharded(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> N
 
 def trained_parameters(
     optimizer: torch.optim.Optimizer,
-    named_parameters: list[tuple[str, torch.Tensor]] | None,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
     sharded: bool = False,
 ) -> dict[str, torch.Tensor]:
     """{name: parameter} of what the optimizer trains.
