@@ -380,14 +380,10 @@ class BucketStep:
         return norm([tensor.residue for tensor in self.tensors])
 
     def gradient_norms(self) -> dict[str, float]:
-        """{name: norm} of compressed tensors, as `gradient_norm`."""
+        """{name: norm} of compressed gradients in residues' units, before the step is committed."""
         norms = dict(zip(self.compressed, self.norms.tolist(), strict=True))
         large = [name for name, own in norms.items() if math.isinf(own)]
         return norms | {name: norm([self.grads[name]]) * self.scale for name in large}
-
-    def gradient_norm(self) -> float:
-        """The norm of this step's gradients in residues' units, before the step is committed."""
-        return math.hypot(*self.gradient_norms().values())
 
     def has_whole_gradients(self) -> bool:
         """Whether a gradient that is sent whole is not zero. Reads them all."""
@@ -399,9 +395,8 @@ class BucketStep:
     def commit(self, unused: Collection[str] = ()) -> None:
         """Commit the step: gradients become averages, and residues keep what was not sent.
 
-        Args:
-            unused: names of tensors that no rank uses: their residues become what they were before
-                the step, up to rounding, and their averages zero.
+        unused: names of tensors that no rank uses: their residues become what they were before the
+        step, up to rounding, and their averages zero.
         """
         self._committed = True
         if self._has_chosen:
@@ -423,8 +418,7 @@ class BucketStep:
     def scatter(self, outputs: Mapping[str, torch.Tensor]) -> None:
         """Every output (N,) <- the averages received at I, in the gradient's units, zero elsewhere.
 
-        Args:
-            outputs: {name: tensor}. If they are the gradients, nothing can be rolled back any more.
+        outputs: {name: tensor}. If they are the gradients, nothing can be rolled back any more.
         """
         own = [outputs[name] for name in self.compressed]
         offsets, averages = self._received

@@ -3,7 +3,6 @@
 `CompressedTensor` is one tensor's residue with its lanes. `Residues` holds all residues of one
 optimizer, and the number of steps. What a step does to them is in bucket_step.py. run.py saves and
 loads them.
-Imports kernels/choice and the framework-free rooms.
 """
 
 from __future__ import annotations
@@ -30,11 +29,6 @@ log = logging.getLogger("scalecom_hvd")
 def torch_dtype(name: str | np.dtype) -> torch.dtype:
     """torch.float32 for "float32" or np.dtype("float32"), and so on."""
     return getattr(torch, str(name))
-
-
-def every_step(steps: int) -> int:
-    """How many synchronisations there are in this many steps, if every step makes one."""
-    return steps
 
 
 class CompressedTensor:
@@ -65,11 +59,6 @@ class CompressedTensor:
         self.norms = RecentNorms()
         # A wrong SCALECOM_KERNEL is refused here, not in a hook.
         kernel_for(parameter.device, parameter.dtype, dtype, self.geometry)
-
-    @property
-    def offset_dtype(self) -> torch.dtype:
-        """The dtype in which offsets are kept."""
-        return torch_dtype(self.geometry.offset_dtype)
 
     def enter(self, stage: Stage) -> None:
         """Take the rate, the lanes and the bits of a stage."""
@@ -119,7 +108,7 @@ class Residues:
         self.is_idle = True
         self.health = Health()
         # How many synchronisations there are in a number of steps: fewer with local steps.
-        self.synchronisations_in: Callable[[int], int] = every_step
+        self.synchronisations_in: Callable[[int], int] = int
 
     @property
     def sends_whole(self) -> bool:
@@ -201,7 +190,7 @@ class Residues:
 
     def detach(self) -> None:
         """Forget the parameters."""
-        self.tensors, self.rates, self.synchronisations_in = {}, {}, every_step
+        self.tensors, self.rates, self.synchronisations_in = {}, {}, int
 
     def norms_due(self) -> bool:
         """Whether this is a step in which norms are looked at."""

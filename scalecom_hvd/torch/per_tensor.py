@@ -34,7 +34,7 @@ from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Collectives, Work, finished, gather_objects
 from scalecom_hvd.exchange.gradients import any_of, wide_dtype
 from scalecom_hvd.exchange.new_gradients import CHANGED, Found, Mark, judge
-from scalecom_hvd.exchange.residue import CompressedTensor
+from scalecom_hvd.exchange.residue import CompressedTensor, torch_dtype
 from scalecom_hvd.exchange.run import Averager
 from scalecom_hvd.schedule import leader
 from scalecom_hvd.torch import float_words
@@ -65,7 +65,8 @@ class Ahead:
     def of(self, tensor: CompressedTensor) -> dict[str, torch.Tensor]:
         """A tensor's next choice: {"offsets": (k,)}, and for integers "scales" (blocks,)."""
         layout, name = self.layout, tensor.name
-        found = {"offsets": self.buffer[layout.offsets[name]].view(tensor.offset_dtype)}
+        dtype = torch_dtype(tensor.geometry.offset_dtype)
+        found = {"offsets": self.buffer[layout.offsets[name]].view(dtype)}
         if tensor.levels:
             found["scales"] = self.buffer[layout.scales[name]].view(torch.float32)
         return found
@@ -384,10 +385,11 @@ class PerTensor(Averager):
     def _count_step(self, seen: Mapping[str, BucketStep]) -> None:
         residues = self._residues
         residues.is_idle = False  # Horovod averages other gradients unseen
+        norms = {step: step.gradient_norms() for step in seen.values() if not self._whole}
         if residues.norms_due() and not self._whole:
-            residues.look([(step.residue_norm(), step.gradient_norm()) for step in seen.values()])
-        for step in () if self._whole else seen.values():
-            residues.scale_after_outliers(step.gradient_norms())
+            residues.look([(s.residue_norm(), math.hypot(*n.values())) for s, n in norms.items()])
+        for own in norms.values():
+            residues.scale_after_outliers(own)
         last_whole = self._whole and residues.step + 1 >= residues.config.warmup_steps
         if last_whole and self._chooses():
             for step in seen.values():

@@ -265,7 +265,7 @@ def test_choices_are_split_and_joined(bits):
     for tensor in bucket.tensors:
         own = parts[tensor.name]
         assert own.keys() == ({"offsets"} if bits == 32 else {"offsets", "scales"})
-        assert own["offsets"].dtype == tensor.offset_dtype
+        assert own["offsets"].dtype == torch_dtype(tensor.geometry.offset_dtype)
         assert own["offsets"].shape == (0 if tensor.name == "one" else tensor.geometry.k,)
     assert choices.join(parts).data_ptr() == chosen.data_ptr()
     copies = {name: {w: v.clone() for w, v in own.items()} for name, own in parts.items()}
