@@ -250,6 +250,18 @@ def test_ranks_that_do_not_average_in_their_node_are_found():
                 trained.take(step)
 
 
+@pytest.mark.skipif(Whole not in FACES, reason="DDP alone may average over all ranks")
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_warning_says_that_ddp_averages_over_all_nodes(is_right, caplog):
+    trained = make(Whole)
+    if not is_right:
+        trained.model = DistributedDataParallel(trained.net)
+    for step in range(6):
+        trained.take(step)
+    said = [one.getMessage() for one in caplog.records if "process_group=" in one.getMessage()]
+    assert len(said) == (not is_right)
+
+
 @pytest.mark.skipif(Horovod not in FACES, reason="of Horovod's face alone")
 def test_a_closure_is_refused():
     with pytest.raises(ValueError, match="takes no closure"):

@@ -13,6 +13,7 @@ from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import LAST, Wait, finished
 from scalecom_hvd.exchange.gradients import as_bytes
+from scalecom_hvd.exchange.residue import torch_dtype
 from scalecom_hvd.exchange.waves import Progress
 
 

@@ -129,3 +129,21 @@ def cut_into_fragments(
         own.append(names)
         buckets += part if groups else cut(bytes_of(names), names, config.bucket_bytes)
     return own, buckets
+
+
+def check_config(config: ScaleComConfig) -> None:
+    """Raise ValueError if a setting has no meaning for changes of parameters."""
+    if config.nu not in (None, 1):
+        raise ValueError(
+            "nu has no meaning with local steps, because each rank's optimizer has its own "
+            "gradients, which are not late: leave nu= out"
+        )
+    if config.rate == "auto":
+        raise ValueError(
+            "rate='auto' measures the time of each step, but local steps exchange seldom: give "
+            "a rate"
+        )
+    if config.max_norm is not None:
+        raise ValueError(
+            "max_norm= is for gradients, but local steps send changes: give clip_changes="
+        )

@@ -42,7 +42,12 @@ from scalecom_hvd.exchange.collectives import Collectives, gather_objects
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.face import Options
 from scalecom_hvd.exchange.gradients import NotFinite, limit_of
-from scalecom_hvd.exchange.local.changes import Clipping, Journey, cut_into_fragments
+from scalecom_hvd.exchange.local.changes import (
+    Clipping,
+    Journey,
+    check_config,
+    cut_into_fragments,
+)
 from scalecom_hvd.exchange.local.outer_step import Outer, OuterStep
 from scalecom_hvd.exchange.local.own_parameters import OwnParameters
 from scalecom_hvd.exchange.local.rounds_agreement import (
@@ -51,6 +56,7 @@ from scalecom_hvd.exchange.local.rounds_agreement import (
     check_same_start,
     check_same_steps,
     latest_ranks,
+    warn_of_same_steps,
 )
 from scalecom_hvd.exchange.local.rounds_alive import collect_all, register
 from scalecom_hvd.exchange.local.worker import Worker
@@ -111,20 +117,7 @@ class LocalSteps(Averager):
         node: Node | None = None,
     ) -> None:
         schedule.check_overlap(overlap)
-        if method.config.nu not in (None, 1):
-            raise ValueError(
-                "nu has no meaning with local steps, because each rank's optimizer has its own "
-                f"gradients, which are not late: leave out nu= of {type(method).__name__}"
-            )
-        if method.config.rate == "auto":
-            raise ValueError(
-                "rate='auto' measures the time of each step, but local steps exchange seldom: give "
-                "a rate"
-            )
-        if method.config.max_norm is not None:
-            raise ValueError(
-                "max_norm= is for gradients, but local steps send changes: give clip_changes="
-            )
+        check_config(method.config)
         self.schedule = schedule
         self._overlap = overlap
         self._clipping = Clipping(clip_changes)
@@ -153,6 +146,8 @@ class LocalSteps(Averager):
         # steps.
         self._early = 0
         self._agreed = False
+        # Whether ranks have yet to compare what their first local steps changed.
+        self._is_first = True
         # Whether x comes from training with others, or from a loaded state. Such an x replaces a
         # newcomer's.
         self._knows = False
@@ -266,7 +261,7 @@ class LocalSteps(Averager):
         if not self._agreed:
             with self.worker.agreeing(self.taken):
                 self._agree()
-            self._agreed = self._knows = True
+            self._agreed = self._knows = self._is_first = True
         elif not self._under_way:
             # If a script loads a model, or clips its weights, between two rounds, it means the
             # common parameters.
@@ -294,6 +289,8 @@ class LocalSteps(Averager):
     def _depart(self, fragments: range) -> None:
         """Send the changes of these fragments."""
         self.worker.check_alike(self.taken)
+        if self._is_first:
+            self._compare_first()
         names = [name for fragment in fragments for name in self._fragments[fragment]]
         journey = Journey(names, self.taken)
         for name in names:
@@ -317,6 +314,14 @@ class LocalSteps(Averager):
         if self._overlap:
             self.exchange.send()
         self._journey = journey
+
+    def _compare_first(self) -> None:
+        """Compare what ranks' first steps have changed. All ranks wait here."""
+        self._is_first = False
+        pairs = [(self.common[n].to(p.dtype), p) for n, p in self._parameters.items()]
+        moved = any(not torch.equal(x, parameter) for x, parameter in pairs)
+        mine = {"moved": moved, "own": digest(self._parameters.values())}
+        warn_of_same_steps(gather_objects(self.collectives, mine, "local_steps.first"))
 
     @property
     def travels(self) -> bool:  # type: ignore[override]

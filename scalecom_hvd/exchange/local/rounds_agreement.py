@@ -6,8 +6,11 @@ of this package.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+log = logging.getLogger("scalecom_hvd")
 
 Told = Sequence[Mapping[str, Any]]
 """What every rank told, in order of position; see LocalSteps."""
@@ -69,3 +72,15 @@ def check_same_steps(everyone: Told) -> None:
             "every step, and call synchronize_parameters() on all ranks after the same step"
         )
     check_same_outer(everyone)
+
+
+def warn_of_same_steps(everyone: Told) -> None:
+    """Log a warning if something else has averaged the gradients of all workers' first steps."""
+    if len(everyone) > 1 and everyone[0]["moved"] and all(one == everyone[0] for one in everyone):
+        log.warning(
+            "all %d workers took the same local steps, so their gradients were averaged in every "
+            "step, and local steps save no traffic. If DistributedDataParallel wraps the model, "
+            "leave it out, or for nodes give it process_group=mesh.get_group('shard'). If all "
+            "workers read the same data, give each its own",
+            len(everyone),
+        )
