@@ -11,7 +11,6 @@ medians, and climbs from rung to rung:
 
 Then it stays on the densest rung that is hardly slower than the fastest, and tries no other before
 the time of a step has changed. Framework-free, and fed by numbers: tests bring their own networks.
-Imports stages.
 """
 
 from __future__ import annotations

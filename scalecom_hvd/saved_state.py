@@ -117,9 +117,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 def check_rounds(state: Mapping[str, Any], common: Shapes, own: Shapes) -> None:
     """Check that a state that LocalSteps saved belongs to these parameters.
 
-    Args:
-        state: the state.
-        common, own: {name: shape} of what is averaged, and of what the rank has of a parameter.
+    common, own: {name: shape} of what is averaged, and of what the rank has of a parameter.
     """
     if ("common" in state) != ("local" in state):
         raise ValueError(

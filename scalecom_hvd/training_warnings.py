@@ -1,7 +1,6 @@
 """Warnings that a user should get while there is time, such as that residues keep growing.
 
-Framework-free: exchanges bring the numbers, and this module says what they mean. Imports only
-config.
+Framework-free: exchanges bring the numbers, and this module says what they mean.
 """
 
 from __future__ import annotations

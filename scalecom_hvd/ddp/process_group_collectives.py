@@ -31,6 +31,7 @@ import atexit
 import collections
 import contextlib
 import ctypes
+import dataclasses
 import datetime
 import gc
 import logging
@@ -104,27 +105,21 @@ def _leave_behind() -> None:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
+@dataclasses.dataclass(eq=False)
 class ProcessGroupWork:
-    """A collective that was submitted to torch.distributed. See `Work`.
+    """A collective that was submitted to torch.distributed. See `Work`."""
 
-    result, then: the tensor from which its result is made, and what makes it when it is there.
-    """
+    _name: str
+    _group: Any
+    _work: dist.Work | None  # None: it was waited for
+    _result: torch.Tensor
+    _then: Callable[[torch.Tensor], torch.Tensor] | None = None  # makes the result of what arrived
+    _error: Exception | None = None
 
-    def __init__(
-        self,
-        name: str,
-        group: Any,
-        work: dist.Work,
-        result: torch.Tensor,
-        then: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
-        _hold(work, group)
-        self._name, self._group = name, group
+    def __post_init__(self) -> None:
+        _hold(self._work, self._group)
         # For all backends but Gloo, the current stream waits, and the host does not.
-        self._is_enqueued = not isinstance(group, dist.ProcessGroupGloo)
-        self._work: dist.Work | None = work
-        self._result, self._then = result, then
-        self._error: Exception | None = None
+        self._is_enqueued = not isinstance(self._group, dist.ProcessGroupGloo)
 
     def done(self) -> bool:
         return self._is_enqueued or self._work is None or self._work.is_completed()

@@ -81,10 +81,9 @@ class Bucket:
         self.beta, self.extra = (one.beta, one.extra) if one else (1.0, 0.0)
         self.levels = one.levels if one else 0
         self.residue_dtype = one.residue.dtype if one else self._dense_dtype
-        wire = one.residue.dtype if one else self._dense_dtype
         dense = {name: like[name] for name in names if name not in self.compressed}
         # Tensors sent whole are averaged in their own dtype, so no narrow values join them.
-        apart = wire == self._dense_dtype and not (one and one.few_bits)
+        apart = self.residue_dtype == self._dense_dtype and not (one and one.few_bits)
         assert not dense or apart, "integers share no bucket with whole tensors"
 
         geometries = {tensor.name: tensor.geometry for tensor in self.tensors}
@@ -109,7 +108,7 @@ class Bucket:
             kind = self.residue_dtype
             self.values = IntegerValues(*lengths, self.levels, ranks, self._device, kind)
         else:
-            self.values = Values(*lengths, dense, wire, self._device)
+            self.values = Values(*lengths, dense, self.residue_dtype, self._device)
         # The index of each value's scale. A CPU is faster without it, tensor by tensor.
         has_index = self.levels and self._device.type != "cpu"
         self._scale_of = scale_numbers(self.counts).to(self._device) if has_index else None

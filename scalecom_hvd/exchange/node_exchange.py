@@ -9,6 +9,7 @@ sums in the node in the same order.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -20,27 +21,23 @@ from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.node import Node
 
 
+@dataclass(eq=False)
 class _Brought:
     """A buffer of gradients that is averaged in the node, and made whole again after the exchange.
 
-    Args:
-        node: the node over which it is averaged.
-        buffer, gradients, what, trained: see NodeExchange.bring.
+    For what it is made of, see NodeExchange.bring.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        buffer: torch.Tensor,
-        gradients: Mapping[str, torch.Tensor],
-        what: str,
-        trained: bool,
-    ) -> None:
-        self.buffer, self.gradients, self.trained = buffer, gradients, trained
-        self._node, self._what = node, what
+    node: Node
+    buffer: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+    what: str
+    trained: bool
+
+    def __post_init__(self) -> None:
         # In narrow dtypes, sums would overflow, or lose small values. A wide buffer is its own sum.
-        self._wide = buffer.to(wide_dtype(buffer)).div_(node.size)
-        self._work: Work | None = node.add_up(self._wide, what)
+        self._wide = self.buffer.to(wide_dtype(self.buffer)).div_(self.node.size)
+        self._work: Work | None = self.node.add_up(self._wide, self.what)
 
     def is_averaged(self) -> bool:
         """Whether `wait` would return at once."""
@@ -56,7 +53,7 @@ class _Brought:
     def complete(self) -> None:
         """Begin to add other ranks' shards to the buffer, which holds this rank's, and zeros."""
         self._wide.copy_(self.buffer)
-        self._work = self._node.add_up(self._wide, self._what)
+        self._work = self.node.add_up(self._wide, self.what)
 
 
 class NodeExchange:

@@ -30,9 +30,6 @@ GIVEN_BACK = (
 class ResidueCopies:
     """Copies of a method's residues. See the module.
 
-    Args:
-        method: the method.
-
     Attributes:
         thrown_away: how many exchanges there were after which residues became what they were.
     """

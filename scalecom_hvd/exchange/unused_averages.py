@@ -9,7 +9,7 @@ whose average still waits, that average was thrown away.
 
 Steps that are written by hand, and those of other libraries, call no hooks. So until an optimizer
 of PyTorch has stepped a parameter, its average counts as thrown away only if no such parameter has
-moved. Imports gradients.
+moved.
 """
 
 from __future__ import annotations

@@ -39,7 +39,6 @@ class Progress:
     """The progress of a bucket from step to step.
 
     Attributes:
-        bucket: the bucket.
         step: the step in progress, once all its gradients are here. None: there is none.
         waiting: names of the bucket's gradients that have not arrived yet.
         new_state: what the method's state becomes if the step counts.

@@ -1,7 +1,6 @@
 """Checks what ranks that take local steps must have in common, given what each told all others.
 
-All ranks see the same list, so all raise or none does. local_steps.py calls this. Imports nothing
-of this package.
+All ranks see the same list, so all raise or none does. local_steps.py calls this.
 """
 
 from __future__ import annotations
