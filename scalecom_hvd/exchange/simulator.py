@@ -422,8 +422,7 @@ class Simulation:
             parameter.grad = grads.get(name)
         arrived = [name for name in order if parameters[name].grad is not None]
         # Horovod's synchronize() reports what did not arrive, before it asks for the first result.
-        missing = [name for name in parameters if name not in arrived]
-        for name in (*arrived, *missing):
+        for name in dict.fromkeys([*arrived, *parameters]):
             parameter = parameters[name]
             fill_in(parameter, is_sparse=False)
             exchange.ready(name, flat_tensor(parameter.grad), parameter.requires_grad)
