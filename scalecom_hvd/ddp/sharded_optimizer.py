@@ -68,7 +68,7 @@ class ShardedGradients:
             method,
             peers,
             Options(groups, drops_unused=True, unused=self._unused),
-            face=StartsAlike(shards),
+            face=StartsAlike(shards, of_shards=True),
             node=node,
         )
         self.names = {p: name for name, p in parameters.items()}

@@ -317,10 +317,15 @@ def freshness(parameters: Mapping[str, torch.Tensor]) -> set[str]:
     return fresh
 
 
-def check_same_parameters(everyone: Sequence[Told], refuses: bool = True) -> None:
+def check_same_parameters(
+    everyone: Sequence[Told], refuses: bool = True, of_shards: bool = False
+) -> None:
     """Raise RuntimeError, on all ranks, unless they told the same digest of their parameters.
 
-    refuses: False: warn instead.
+    Args:
+        everyone: what each rank told, or with `of_shards`, what each node's rank told.
+        refuses: False: warn instead.
+        of_shards: whether they told it of the same shards of a sharded model.
     """
     digests = [other["parameters"] for other in everyone]
     if None not in digests and len(set(digests)) > 1:
@@ -332,6 +337,12 @@ def check_same_parameters(everyone: Sequence[Told], refuses: bool = True) -> Non
             "that optimizer.step() gets calls backward(), it must then call "
             "optimizer.synchronize(), or each rank steps by its own gradients"
         )
+        if of_shards:
+            message = (
+                f"nodes 0 and {other} start from different parameters, and equal averages would "
+                "never make them equal. Before the first step, call broadcast_parameters(model, "
+                'process_group=mesh.get_group("replicate"))'
+            )
         if refuses:
             raise RuntimeError(message)
         log.warning("%s", message)

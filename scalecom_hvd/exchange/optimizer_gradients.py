@@ -43,10 +43,17 @@ class StartsAlike(Face):
         parameters: {name: parameter}.
         refuses: whether other parameters are refused. Stock Horovod trains with them, so its face
             only warns.
+        of_shards: whether they are shards of a sharded model.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], refuses: bool = True) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        refuses: bool = True,
+        of_shards: bool = False,
+    ) -> None:
         self._own, self._is_new, self._refuses = dict(parameters), True, refuses
+        self._of_shards = of_shards
 
     def tell(self) -> Told:
         """See Face."""
@@ -54,7 +61,7 @@ class StartsAlike(Face):
 
     def hear(self, everyone: Sequence[Told], elsewhere: Collection[str]) -> None:
         """See Face."""
-        check_same_parameters(everyone, self._refuses)
+        check_same_parameters(everyone, self._refuses, self._of_shards)
         self._is_new = False
 
     def aborted(self, restarted: bool) -> None:

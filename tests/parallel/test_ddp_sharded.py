@@ -494,7 +494,7 @@ def test_reentrant_checkpointing_is_refused():
 def test_different_weights_on_nodes_are_refused():
     node = make_mesh().get_local_rank("replicate")
     model, wrapped = make(model=Net(seed=node).double())
-    with pytest.raises(RuntimeError, match="different parameters"):
+    with pytest.raises(RuntimeError, match="nodes 0 and 1 start from different parameters"):
         take(model, wrapped, 0)
     model, wrapped = make(model=Net(seed=node).double())
     with pytest.raises(ValueError, match=r"process_group=mesh.get_group\(.replicate.\)"):

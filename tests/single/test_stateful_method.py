@@ -13,6 +13,7 @@ from simulated import assert_same
 from torch.utils._pytree import tree_leaves
 
 from scalecom_hvd.exchange import Method
+from scalecom_hvd.exchange.residue import torch_dtype
 from scalecom_hvd.reference import select
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
@@ -340,7 +341,9 @@ class Chooses(Method):
 
     def init(self, tensor):
         return {
-            "chosen": torch.zeros(tensor.geometry.k, dtype=tensor.offset_dtype),
+            "chosen": torch.zeros(
+                tensor.geometry.k, dtype=torch_dtype(tensor.geometry.offset_dtype)
+            ),
             "count": torch.zeros(1, dtype=torch.bfloat16),
         }
 

@@ -44,8 +44,9 @@ def check_same_start(everyone: Told) -> None:
     if len({other["parameters"] for other in everyone}) > 1:
         raise RuntimeError(
             "ranks begin local steps from different parameters, and local steps would never make "
-            "them equal. Call broadcast_parameters on all ranks before the first step, and load "
-            "states of the same step. If the model was saved in the middle of a round, load the "
+            "them equal. Call broadcast_parameters on all ranks before the first step (with "
+            'process_group=mesh.get_group("replicate") if the model is sharded), and load states '
+            "of the same step. If the model was saved in the middle of a round, load the "
             "compressor's state too"
         )
     check_same_outer(everyone)
