@@ -200,9 +200,15 @@ def largest(values: torch.Tensor, k: int) -> torch.Tensor:
     """
     size = values.abs()
     smallest = size.topk(k, sorted=False).values.min()
-    above = (size > smallest).nonzero().view(-1)
-    equal = (size == smallest).nonzero().view(-1)[: k - above.numel()]
-    return torch.cat([above, equal]).sort().values
+    above, equal = size > smallest, size == smallest
+    if size.device.type == "cpu":
+        found = above.nonzero().view(-1)
+        return torch.cat([found, equal.nonzero().view(-1)[: k - found.numel()]]).sort().values
+    # nonzero() would wait for the device, and so perhaps for a rank that waits for this one.
+    chosen = above | (equal & (equal.cumsum(0) <= k - above.sum()))
+    places = torch.where(chosen, chosen.cumsum(0) - 1, k)  # what is not chosen goes to the end
+    positions = torch.arange(size.numel(), device=size.device)
+    return positions.new_empty(k + 1).scatter_(0, places, positions)[:k]
 
 
 @functools.lru_cache(maxsize=1024)
