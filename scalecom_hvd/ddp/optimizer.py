@@ -222,10 +222,10 @@ def _peers_and_node(
     devices = {parameter.device for parameter in parameters.values()}
     if not is_whole:
         check_shards(parameters, mesh)
-    if not is_whole and "shard" in mesh.mesh_dim_names:
-        # With CPUOffloadPolicy, FSDP2 averages on the mesh's device, and parameters are elsewhere.
-        own = next((d for d in devices if d.type == mesh.device_type), None)
-        check_averages(mesh.get_group("shard"), own or torch.device(mesh.device_type))
+        if "shard" in mesh.mesh_dim_names:
+            # With CPUOffloadPolicy, FSDP2 averages on the mesh's device. Parameters are elsewhere.
+            own = next((d for d in devices if d.type == mesh.device_type), None)
+            check_averages(mesh.get_group("shard"), own or torch.device(mesh.device_type))
     return peers_of(mesh, devices), ranks_of_node(mesh, devices)
 
 

@@ -126,7 +126,7 @@ class LocalSteps(Averager):
         self.skipped = 0
         self.newcomer = True
         self.node = node
-        self.worker = self._parameters = Worker(parameters, node)
+        self.worker = Worker(parameters, node)
         addresses = {parameter.data_ptr() for parameter in self.worker.own.values()}
         collect_all(addresses)  # if the script made its optimizer anew
         self._outer = OuterStep(self.worker, outer)
@@ -280,7 +280,7 @@ class LocalSteps(Averager):
                 self._journey = None
 
     def _take_up_parameters(self) -> None:
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.worker.items():
             x = self.common[name]
             if not torch.equal(x.to(parameter.dtype), parameter):
                 x.copy_(parameter)
@@ -288,13 +288,12 @@ class LocalSteps(Averager):
     @torch.no_grad()
     def _depart(self, fragments: range) -> None:
         """Send the changes of these fragments."""
-        self.worker.check_alike(self.taken)
         if self._is_first:
             self._compare_first()
         names = [name for fragment in fragments for name in self._fragments[fragment]]
         journey = Journey(names, self.taken)
         for name in names:
-            parameter = self._parameters[name]
+            parameter = self.worker[name]
             x, change = self.common[name], self._changes[name]
             if parameter.dtype == change.dtype:
                 torch.sub(x, parameter, out=change)
@@ -309,7 +308,7 @@ class LocalSteps(Averager):
         for name in reversed(names):
             # A frozen tensor sends nothing, and its residue stays as it is. But if it was frozen in
             # the middle of a round, it has a change to send.
-            trained = self._parameters[name].requires_grad
+            trained = self.worker[name].requires_grad
             self.exchange.ready(name, self._changes[name].view(-1), trained)
         if self._overlap:
             self.exchange.send()
@@ -318,9 +317,10 @@ class LocalSteps(Averager):
     def _compare_first(self) -> None:
         """Compare what ranks' first steps have changed. All ranks wait here."""
         self._is_first = False
-        pairs = [(self.common[n].to(p.dtype), p) for n, p in self._parameters.items()]
+        self.worker.check_alike(self.taken)
+        pairs = [(self.common[n].to(p.dtype), p) for n, p in self.worker.items()]
         moved = any(not torch.equal(x, parameter) for x, parameter in pairs)
-        mine = {"moved": moved, "own": digest(self._parameters.values())}
+        mine = {"moved": moved, "own": digest(self.worker.values())}
         warn_of_same_steps(gather_objects(self.collectives, mine, "local_steps.first"))
 
     @property
@@ -367,7 +367,7 @@ class LocalSteps(Averager):
         went_on = self.taken > journey.since
         under_way = went_on or len(journey.names) < len(self.common)
         for name in journey.names:
-            x, parameter = self.common[name], self._parameters[name]
+            x, parameter = self.common[name], self.worker[name]
             if not went_on:
                 parameter.copy_(x)
             elif parameter.dtype == x.dtype:
@@ -383,7 +383,7 @@ class LocalSteps(Averager):
 
         Nothing was averaged. The others keep their changes, and send them the next time.
         """
-        changes = (self.common[name] - parameter for name, parameter in self._parameters.items())
+        changes = (self.common[name] - parameter for name, parameter in self.worker.items())
         fine = all(bool((change.abs() <= limit_of(change.dtype)).all()) for change in changes)
         if not self.worker.any(not fine, self.taken):
             return
@@ -400,7 +400,7 @@ class LocalSteps(Averager):
         self._start_anew()
 
     def _begin_at_common(self) -> None:
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.worker.items():
             parameter.copy_(self.common[name])
 
     # The agreement, before the first step.
@@ -482,7 +482,7 @@ class LocalSteps(Averager):
             self.own.let_go()
             if self._journey is not None:
                 self._journey.sent_from = {
-                    name: self._parameters[name].clone() for name in self._journey.names
+                    name: self.worker[name].clone() for name in self._journey.names
                 }
             log.warning(
                 "this rank begins from rank %d's common parameters, in the middle of a round of "
@@ -541,7 +541,7 @@ class LocalSteps(Averager):
         saved = {"local_steps": state, **self.exchange.state_dict()}
         if not self.taken or not (self.own.held or self.active):
             return saved
-        narrow = any(p.dtype != self.common[name].dtype for name, p in self._parameters.items())
+        narrow = any(p.dtype != self.common[name].dtype for name, p in self.worker.items())
         if self._under_way or narrow:
             state |= {"under_way": self._under_way, "open": self._open}
             state["common"] = {name: x.detach() for name, x in self.common.items()}
@@ -580,7 +580,7 @@ class LocalSteps(Averager):
             self.own.hold(own["local"])
             self.own.put_back()
         if "since" in own:
-            self._journey = Journey.of(own, self.common, self._parameters)
+            self._journey = Journey.of(own, self.common, self.worker)
 
     def stats(self) -> Stats:
         """Numbers of the last synchronisation, and of local steps.

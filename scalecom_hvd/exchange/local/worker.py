@@ -44,7 +44,6 @@ class Worker(Mapping[str, torch.Tensor]):
         if node is not None:
             node.whole = {name: tuple(p.shape) for name, p in parameters.items()}
             self.own = parameters if self._is_cut else self
-        self._is_alike = not self._is_cut
         for name in self._parameters if self._is_cut else ():
             self._flat(name)
 
@@ -103,9 +102,9 @@ class Worker(Mapping[str, torch.Tensor]):
     def check_alike(self, step: int) -> None:
         """Raise RuntimeError on all ranks of a node unless they have stepped alike.
 
-        It compares once, because it reads all parameters.
+        It reads all parameters.
         """
-        if self._is_alike:
+        if not self._is_cut:
             return
         mine = int(digest(self._parameters.values())[:15], 16)
         _, largest = self.node.counts(True, step, mine)
@@ -116,7 +115,6 @@ class Worker(Mapping[str, torch.Tensor]):
                 'DistributedDataParallel(model, process_group=mesh.get_group("shard")), or shard '
                 'it by fully_shard(module, mesh=mesh["shard"])'
             )
-        self._is_alike = True
 
     def norm(self, mine: float, device: torch.device) -> float:
         """The norm of all shards together, from that of this rank's."""
