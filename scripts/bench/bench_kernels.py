@@ -53,7 +53,7 @@ class Model:
         self.grads = list(self._named.values())
         self.residues = [tensor.residue for tensor in residues.tensors.values()]
         self.outputs = {name: torch.zeros_like(grad) for name, grad in self._named.items()}
-        self._bucket = Bucket(0, list(parameters), parameters, residues, ranks=2)
+        self._bucket = Bucket(0, list(parameters), parameters, residues.tensors, ranks=2)
         self.begin()
         self.offsets = self.select().clone()
         self.take_and_accumulate()
