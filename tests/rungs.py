@@ -1,7 +1,7 @@
-"""A controller of rate="auto" that makes all ranks change rungs all the time."""
+"""Controllers of rate="auto" that measure nothing."""
 
 from scalecom_hvd.rate_controller import RateController
-from scalecom_hvd.stages import LADDER
+from scalecom_hvd.stages import LADDER, WHOLE
 
 # Settings of a program whose rung changes.
 AUTO = {"rate": "auto", "lookahead": False, "warmup_steps": 0}
@@ -12,4 +12,12 @@ class Restless(RateController):
 
     def note(self, seconds, exposed):
         self.rung = (self.rung + 7) % len(LADDER)
+        return self.rung
+
+
+class SendsWhole(RateController):
+    """Takes the rung on which all is sent whole, and stays there."""
+
+    def note(self, seconds, exposed):
+        self.rung = WHOLE
         return self.rung

@@ -25,9 +25,9 @@ from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives
 from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
-from scalecom_hvd.exchange.face import Options
+from scalecom_hvd.exchange.face import Face, Options
 from scalecom_hvd.exchange.faces import SHARDED, check_no_engine, check_not_sharded
-from scalecom_hvd.exchange.gradients import flat_tensor
+from scalecom_hvd.exchange.gradients import flat_tensor, wide_dtype
 from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.node_exchange import NodeExchange
@@ -100,6 +100,7 @@ class ScaleComState:
         self._reduced: list[_Reduced] = []
         # Names of parameters whose gradients this backward has not brought yet.
         self._missing: set[str] = set()
+        self._layout = _Layout()
         self._thread = BackgroundThread(self)
 
     def attach(
@@ -161,7 +162,17 @@ class ScaleComState:
             if collectives is None:
                 collectives = ProcessGroupCollectives(process_group, devices=devices)
                 collectives.end_with(self)
-            self._exchange = Exchange(parameters, self.compression, collectives, options)
+            # A method that does something in whole steps does it with buckets of its own.
+            acts = type(self.compression).whole_step not in (Method.whole_step, ScaleCom.whole_step)
+            narrow = any(wide_dtype(p) != p.dtype for p in parameters.values())
+            copies = acts or narrow or self.compression.config.lookahead
+            self._exchange = Exchange(
+                parameters,
+                self.compression,
+                collectives,
+                options,
+                face=Face() if copies else self._layout,
+            )
         self.compression.mix_momentum(parameters, collectives, by_hook=True)
         self._alone = collectives.size == 1
         self._names = parameters
@@ -204,11 +215,11 @@ class ScaleComState:
         # In the first backward, DDP's only bucket may hold all gradients, in the model's order. The
         # exchange makes its buckets in the order in which gradients come, and backward goes in the
         # reverse order.
-        given = dict(self._with_gradients(bucket))
+        given = dict(self._with_gradients(bucket))  # side by side in the buffer
         gradients = {n: given[n] for n in sorted(given, key=self._places.__getitem__, reverse=True)}
         if not self._missing.issuperset(gradients):
             self._give_up()  # after an error, DDP begins anew
-        reduced = _Reduced(buffer, gradients)
+        reduced = _Reduced(buffer, given)
         with self._exchange.streams.entered(joins=False):
             if self._in_node is not None:
                 self._in_node.bring(buffer, gradients, f"bucket.{len(self._reduced)}")
@@ -220,6 +231,7 @@ class ScaleComState:
         # graph. So the step is over when all parameters have come.
         if not self._missing:
             everything, self._reduced = self._reduced, []
+            self._layout.buckets = [list(reduced.gradients) for reduced in everything]
             self._missing = set(self._names)
             # A rank that has joined (model.join()) calls this outside of any backward.
             has_joined = torch._C._current_graph_task_id() == -1
@@ -314,6 +326,16 @@ def scalecom_hook(
             f"not {type(state).__name__}"
         )
     return state.reduce(bucket)
+
+
+class _Layout(Face):
+    """DDP's buckets in the last backward. DDP takes others after its first step."""
+
+    def __init__(self) -> None:
+        self.buckets: list[list[str]] = []
+
+    def layout(self) -> list[list[str]]:
+        return self.buckets
 
 
 class _Reduced:

@@ -19,8 +19,8 @@ from scalecom_hvd.exchange.choices import Choices
 from scalecom_hvd.exchange.gradients import wide_dtype
 from scalecom_hvd.exchange.kernels.base import Kernel, TensorSlot, scale_blocks_, scale_numbers
 from scalecom_hvd.exchange.kernels.choice import kernel_for
-from scalecom_hvd.exchange.residue import Residues
-from scalecom_hvd.exchange.values import IntegerValues, Values
+from scalecom_hvd.exchange.residue import CompressedTensor
+from scalecom_hvd.exchange.values import IntegerValues, Values, ValuesInPlace
 
 # With this many elements, a pass over them takes longer (about 0.1 ms) than handing it to a thread.
 WORTH_A_THREAD = 2**19
@@ -33,16 +33,19 @@ class Bucket:
         number: the bucket's position among the buckets.
         names: the names of its tensors. They are on one device, and have one dtype on the wire.
         like: {name: tensor} of at least these, with their shapes, dtypes and devices.
-        residues: the residues of the compressed tensors.
+        tensors: {name: CompressedTensor} of at least those that send offsets and values. Without
+            any, all gradients are sent whole.
         ranks: how many ranks there are.
         share: the factor that turns a sum over ranks into the average. Integers are summed.
         thread: runs kernels that need no Python while backward runs. None: no thread does.
         has_flags: whether ranks may tell each other which tensors they use.
         has_vote: whether a rank may tell the others a number besides.
+        in_place: whether the gradients are averaged in their own memory, if they are side by side.
 
     Attributes:
         compressed: {name: CompressedTensor} of the tensors that send offsets and values.
         geometries, counts: the lanes and the k of each compressed tensor.
+        in_place: see above.
         sizes: how many elements each compressed tensor has.
         slots: where each compressed tensor's choice and values are.
         layout: where a choice and the values have what.
@@ -58,22 +61,23 @@ class Bucket:
         number: int,
         names: Sequence[str],
         like: Mapping[str, torch.Tensor],
-        residues: Residues,
+        tensors: Mapping[str, CompressedTensor],
         ranks: int,
         share: float = 1.0,
         thread: BackgroundThread | None = None,
         has_flags: bool = False,
         has_vote: bool = False,
+        in_place: bool = False,
     ) -> None:
         self.number = number
         self.names = list(names)
         self._like = {name: like[name] for name in names}
-        self.compressed = {n: residues.tensors[n] for n in names if n in residues.tensors}
+        self.compressed = {n: tensors[n] for n in names if n in tensors}
         self.tensors = list(self.compressed.values())
         self.geometries = [tensor.geometry for tensor in self.tensors]
         self.counts = [geometry.k for geometry in self.geometries]
         self.sizes = [tensor.residue.numel() for tensor in self.tensors]
-        self.thread, self.share = thread, share
+        self.thread, self.share, self.in_place = thread, share, in_place
 
         first = like[names[0]]
         self._device, self._dense_dtype = first.device, wide_dtype(first)
@@ -103,8 +107,10 @@ class Bucket:
         self.choices = Choices(by_name, self.layout, self._device)
         self._n_flags = len(names) * has_flags + has_vote
         lengths = self.layout.n_values, self._n_flags
-        self.values: Values | IntegerValues
-        if self.levels:
+        self.values: Values | IntegerValues | ValuesInPlace
+        if in_place:
+            self.values = ValuesInPlace(self._n_flags, dense, self._dense_dtype, self._device)
+        elif self.levels:
             kind = self.residue_dtype
             self.values = IntegerValues(*lengths, self.levels, ranks, self._device, kind)
         else:
@@ -135,8 +141,10 @@ class Bucket:
         self._grad_dtypes = dtypes
 
     @functools.cached_property
-    def whole_values(self) -> Values:
+    def whole_values(self) -> Values | IntegerValues | ValuesInPlace:
         """The buffer of steps that are sent whole."""
+        if not self.tensors:
+            return self.values
         return Values(0, self._n_flags, self._like, self._dense_dtype, self._device)
 
     def drop_whole_values(self) -> None:
@@ -150,7 +158,7 @@ class Bucket:
 
     def averages(self, offsets: torch.Tensor) -> torch.Tensor:
         """The averages (k,) of values that were taken at these offsets, once they have arrived."""
-        if isinstance(self.values, Values):
+        if not isinstance(self.values, IntegerValues):
             return self.values.averages
         averages = self.values.averages_of(self.slots, offsets, self.share)
         if averages is None:

@@ -30,7 +30,13 @@ from scalecom_hvd.exchange.devices import on_host
 from scalecom_hvd.exchange.gradients import check_sizes
 from scalecom_hvd.exchange.kernels.base import Count, Kernel, Wire, positions_of
 from scalecom_hvd.exchange.kernels.native_kernel import NativeKernel
-from scalecom_hvd.exchange.values import IntegerValues, Values, norm, norms_of
+from scalecom_hvd.exchange.values import (
+    IntegerValues,
+    Values,
+    ValuesInPlace,
+    norm,
+    norms_of,
+)
 
 Places = torch.Tensor | slice
 """Flat positions in a bucket's accumulators: an index tensor without repeats, or slice(None)."""
@@ -90,7 +96,7 @@ class BucketStep:
         self._job: Job | None = None
         self._apart: Accumulators | None = None
         self._received: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._reduced: Values | IntegerValues | None = None
+        self._reduced: Values | IntegerValues | ValuesInPlace | None = None
         self._averaged: torch.Tensor | None = None
         self._taken_at: torch.Tensor | None = None
         own = self._own_grads
@@ -301,23 +307,27 @@ class BucketStep:
 
     # What is all-reduced, and whether the step counts.
 
-    def fill(self) -> torch.Tensor:
+    def fill(self) -> list[torch.Tensor]:
         """What is all-reduced besides the method's own collectives.
 
         This is the values buffer, completed with the tensors sent whole, the flags and the count.
+        If gradients are averaged in their own memory, flags travel apart, after the gradients.
         """
         if self.tensors and not (self.whole or self._in_place):
             self._accumulated()  # a method may have asked for nothing
         values = self._bucket.whole_values if self.whole else self._bucket.values
-        values.fill(self.grads)
+        self._averaged = values.fill(self.grads)
         if self._used is not None:
             values.flags[: len(self.names)] = self._used
         if self._vote is not None:
             values.flags[-1] = self._vote
         values.buffer[-1] = self.bad != 0
-        skipped = 0 if self.whole or self._in_place else self._bucket.values.averages.numel()
-        self._reduced, self._averaged = values, values.buffer[skipped:]
-        return self._averaged
+        self._reduced = values
+        if isinstance(values, ValuesInPlace):
+            return [self._averaged, *([values.buffer] if len(values.flags) else [])]
+        skipped = 0 if self.whole or self._in_place else values.averages.numel()
+        self._averaged = self._averaged[skipped:]
+        return [self._averaged]
 
     @property
     def values_bytes(self) -> int:
@@ -409,9 +419,10 @@ class BucketStep:
         elif self._apart is not None and not self.whole:
             stay = [a or not b for a, b in zip(self.frozen, spared, strict=True)]
             self._apart.commit(self._own_grads, self.scale, stay)
-        if isinstance(self._reduced, Values) and self._reduced.whole:
-            whole = self._reduced.whole
-            torch._foreach_copy_([self.grads[name] for name in whole], list(whole.values()))
+        whole = self._reduced.whole if self._reduced is not None else {}
+        apart = [name for name in whole if whole[name].data_ptr() != self.grads[name].data_ptr()]
+        if apart:
+            torch._foreach_copy_([self.grads[n] for n in apart], [whole[n] for n in apart])
         for name in unused:
             self.grads[name].zero_()
 

@@ -394,8 +394,9 @@ class Exchange(Averager):
             yield from progress.state_arrives
             progress.state_arrives = None
         if self._options.unused is not None:
-            thrown_away = self._options.unused.thrown_away(bucket.compressed)
-            self._copies.begin_bucket(bucket.compressed, thrown_away)
+            compressed = [name for name in bucket.names if name in self.residues.tensors]
+            thrown_away = self._options.unused.thrown_away(compressed)
+            self._copies.begin_bucket(compressed, thrown_away)
         flats = self._arrived.flats(bucket.names)
         scale = 1.0 if self._unscaling is None else (yield from self._unscaling)
         used = None
@@ -506,7 +507,9 @@ class Exchange(Averager):
                 progress.bucket.drop_whole_values()
         if has_new_lanes:  # what was chosen ahead belongs to the old lanes
             self._method.run.begin_equal_state_anew()
-            self._make_buckets(self.residues.buckets)
+        layout = self._face.layout() if self.residues.sends_whole else []
+        if has_new_lanes or layout != [b.names for b in self.buckets if b.in_place]:
+            self._make_buckets(layout)
         if looks:
             self._sampler.seen = self.residues.step - 1
 
@@ -559,21 +562,24 @@ class Exchange(Averager):
         if min(other["channels"] for other in everyone) < channels:
             self._channels = [self.collectives.channel() for _ in range(channels)]
         self._face.hear(everyone, elsewhere)
-        ranks, position = self.collectives.size, self.collectives.position
+        who = self.collectives.size, self.collectives.position
         if residues.rung is not None and residues.tensors:
-            devices = [tensor.device for tensor in self._like.values()]
-            self._pace = Pace(residues, ranks, position, devices)
-        self._make_buckets(plan)
-        residues.note_ranks(self.collectives.size, self.collectives.position)
+            self._pace = Pace(residues, *who, [tensor.device for tensor in self._like.values()])
+        residues.buckets = plan
+        self._make_buckets([])
+        residues.note_ranks(*who)
         self.agreed = True
 
-    def _make_buckets(self, plan: list[list[str]]) -> None:
+    def _make_buckets(self, layout: list[list[str]]) -> None:
+        """Make the agreed buckets or, if `layout` has names, those of steps that are sent whole."""
         self.residues.enter_stage()
-        self.residues.buckets, self._norms = plan, {}
-        size, share = self.collectives.size, self.collectives.share
-        rest = self._like, self.residues, size, share, self._thread, self._options.drops_unused
-        votes = self._pace is not None
-        buckets = [Bucket(b, names, *rest, votes and not b) for b, names in enumerate(plan)]
+        self._norms, whole = {}, bool(layout)
+        ranks, share = self.collectives.size, self.collectives.share
+        tensors = {} if whole else self.residues.tensors
+        drops = self._options.drops_unused and not whole
+        rest = self._like, tensors, ranks, share, self._thread, drops
+        votes, plan = self._pace is not None, enumerate(layout or self.residues.buckets)
+        buckets = [Bucket(b, names, *rest, votes and not b, whole) for b, names in plan]
         self._waves = Waves(buckets, self._channels[:-1], self._bucket_step)
         if self._sampler is not None:
             self._sampler.draw(buckets)

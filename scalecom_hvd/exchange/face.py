@@ -56,6 +56,13 @@ class Face:
             RuntimeError: on all ranks, if something that they told must not differ.
         """
 
+    def layout(self) -> list[list[str]]:
+        """Names of the gradients that lie side by side in memory, the same on all ranks.
+
+        In this order, steps that are sent whole average them there. Empty: all are copied.
+        """
+        return []
+
     def average_others(self) -> Iterable[torch.Tensor]:
         """Wait for the averages that travel in another way. Returns their values.
 

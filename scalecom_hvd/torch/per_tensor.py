@@ -438,7 +438,9 @@ class PerTensor(Averager):
         by_device: dict[torch.device, list[CompressedTensor]] = {}
         for number, (name, tensor) in enumerate(self._residues.tensors.items()):
             by_device.setdefault(tensor.residue.device, []).append(tensor)
-            self._buckets[name] = Bucket(number, [name], self._parameters, self._residues, size)
+            self._buckets[name] = Bucket(
+                number, [name], self._parameters, self._residues.tensors, size
+            )
         for device, tensors in by_device.items():
             geometries = {tensor.name: tensor.geometry for tensor in tensors}
             layout = Layout(geometries, has_scales=tensors[0].levels > 0)

@@ -7,6 +7,7 @@ import copy
 import datetime
 import gc
 import inspect
+import math
 import os
 import pickle
 import warnings
@@ -28,13 +29,14 @@ from models import (
 )
 from parity import run_against_reference
 from parity_cases import in_all_cases
-from rungs import Restless
+from rungs import Restless, SendsWhole
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from scalecom_hvd import ddp
 from scalecom_hvd.ddp import ScaleComState, scalecom_hook
+from scalecom_hvd.stages import WHOLE
 
 ALL = {"dense": (), "warmup_steps": 0, "min_numel": 2}
 
@@ -504,6 +506,57 @@ def test_what_cannot_work_is_refused():
     ScaleComState(Net(), method)
     with pytest.raises(ValueError, match="already serves"):
         ScaleComState(Net(), method)
+
+
+@pytest.mark.parametrize("settings", [{"warmup_steps": 99}, {"rate": "auto"}], ids=str)
+def test_steps_sent_whole_are_ddps_own(settings, monkeypatch):
+    """They average DDP's buckets where they are. Besides, only rank 0's rung travels."""
+    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", SendsWhole)
+    came = []
+
+    def hook(state, bucket):
+        came.append(bucket.buffer().data_ptr())
+        return scalecom_hook(state, bucket)
+
+    stock, own = (DistributedDataParallel(Net(), bucket_cap_mb=0.003) for _ in range(2))
+    state = ScaleComState(own, **ALL | settings)
+    own.register_comm_hook(state, hook)
+    for step in range(9):
+        scale = math.nan if step == 7 and dist.get_rank() == 0 else 1
+        for model in (stock, own):
+            came.clear()
+            model.zero_grad(set_to_none=step % 2 == 0)
+            (model(batch(step), head="both") * scale).backward()
+        if step > 4:  # with rate="auto", some steps are not whole before
+            for one, other in zip(stock.parameters(), own.parameters(), strict=True):
+                torch.testing.assert_close(one.grad, other.grad, equal_nan=True)
+    elements = sum(p.numel() for p in own.parameters())
+    votes = "rate" in settings
+    assert len(came) > 2
+    stats = state.stats()
+    assert stats["bytes_dense"] == 4 * elements + 4 * 2 * votes
+    assert stats["collectives"] == len(came) + votes
+    assert (stats["step"], stats["skipped_steps"]) == (8, 1)
+
+
+def test_what_waited_is_not_lost_if_a_script_throws_it_away_before_whole_steps(monkeypatch):
+    """The first step on this rung sends all that waits. Nobody uses it, so it comes back."""
+    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", SendsWhole)
+    model, state = hooked({"rate": "auto"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step = 0
+    while state.compression.residues.rung != WHOLE:
+        plain_step(model, optimizer, step)
+        step += 1
+    waiting = copy.deepcopy(state.state_dict()["residues"])
+    assert any(residue.any() for residue in waiting.values())
+    for used in (False, True):
+        optimizer.zero_grad()
+        model(batch(step), head="both").backward()
+        if used:
+            optimizer.step()
+    for name, residue in state.state_dict()["residues"].items():
+        assert torch.equal(residue, waiting[name])
 
 
 def test_sparse_gradients_are_refused():

@@ -13,6 +13,6 @@ def made(tensors, thread=None, **settings):
     residues.attach(tensors)
     for tensor in residues.tensors.values():
         tensor.residue.normal_()
-    bucket = Bucket(0, list(tensors), tensors, residues, ranks=2, thread=thread)
+    bucket = Bucket(0, list(tensors), tensors, residues.tensors, ranks=2, thread=thread)
     bucket.came = {name: torch.randn_like(like) for name, like in tensors.items()}
     return bucket

@@ -94,13 +94,21 @@ class BucketCollectives:
         Pass the result to `bucket.receive`.
         """
         bucket = self._bucket
-        buffer = bucket.fill()
+        buffer, *flags = bucket.fill()
         work = self._collectives.all_reduce(buffer, self._name(f"{bucket.kind}.{self.bucket}"))
+        more = [self._collectives.all_reduce(f, self._name(f"flags.{self.bucket}")) for f in flags]
         self._submitted["dense"] += buffer.nbytes - bucket.values_bytes
+        self._submitted["dense"] += sum(flag.nbytes for flag in flags)
         self._submitted["values"] += bucket.values_bytes
-        self._submitted["collectives"] += 1
+        self._submitted["collectives"] += 1 + len(flags)
         self.sent_values = True
-        wait: Wait[torch.Tensor] = Wait("values", work, LAST, lambda _: bucket.averages_taken())
+
+        def averages(_: torch.Tensor) -> torch.Tensor:
+            for each in more:
+                each.wait()
+            return bucket.averages_taken()
+
+        wait: Wait[torch.Tensor] = Wait("values", work, LAST, averages)
         self.waits.append(wait)
         return wait
 
