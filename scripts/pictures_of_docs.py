@@ -1,10 +1,11 @@
-"""Draws docs/pictures: three pictures of measured numbers, and three that explain ScaleCom.
+"""Draws docs/pictures: four pictures of measured numbers, and three that explain ScaleCom.
 
     python scripts/pictures_of_docs.py
 
-The numbers are in docs/bench.csv, study.csv and meetings.csv. docs/bench.csv is the steps.csv that
-`make bench` wrote. docs/study.csv is the scores.csv of `make study`'s experiments defaults, trials
-and rivals, and docs/meetings.csv that of meetings.
+The numbers are in docs/bench.csv, race.csv, study.csv and meetings.csv. docs/bench.csv is the
+steps.csv that `make bench` wrote, and docs/race.csv the curves.csv of `make race`. docs/study.csv
+is the scores.csv of `make study`'s experiments defaults, trials and rivals, and docs/meetings.csv
+that of meetings.
 """
 
 from __future__ import annotations
@@ -87,6 +88,38 @@ def step_bars(axis: Any, here: dict[str, dict[str, str] | None]) -> None:
     axis.xaxis.set_major_locator(plt.MaxNLocator(3))
     axis.invert_yaxis()
     axis.grid(axis="y", visible=False)
+
+
+# The ways to train that the picture of whole trainings shows, and the names for them.
+RACED = {
+    "DDP, dense": "dense",
+    "DDP's fp16 hook": "PyTorch's fp16 hook",
+    "PowerSGD, rank 2": "PowerSGD, rank 2",
+    "dense, 4 times the batch": "dense, 4 times the batch",
+    "ScaleCom": "ScaleCom",
+}
+
+
+def race() -> Any:
+    """How the loss falls over time, in whole trainings over slow and fast networks."""
+    curves: dict[str, dict[str, list[Point]]] = {}
+    for row in rows_of("race.csv"):
+        by_way = curves.setdefault(row["mbit"], {})
+        by_way.setdefault(row["way"], []).append((float(row["seconds"]), float(row["loss"])))
+    speeds = {"100": "100 Mbit/s", "1000": "1 Gbit/s", "10000": "10 Gbit/s"}
+    figure, axes = plt.subplots(1, 3, figsize=(WIDTH, 2.9), layout="constrained", sharey=True)
+    own = {"DDP, dense": "dense", "DDP's fp16 hook": "fp16", "PowerSGD, rank 2": "PowerSGD"}
+    looks = pictures.marks(own.get(way, way) for way in RACED)
+    for axis, (mbit, title) in zip(axes, speeds.items(), strict=True):
+        for way, label in RACED.items():
+            mark = looks[own.get(way, way)].curve(label=label, markevery=10, markersize=4)
+            axis.plot(*zip(*curves[mbit][way], strict=True), **mark)
+        last = curves[mbit]["DDP, dense"][-1][1]
+        axis.axhline(last, color=GREY, linewidth=0.8)
+        axis.set(title=title, xlabel="seconds", xscale="log", ylim=(2.0, 4.5), xlim=(4, 2500))
+    axes[0].set_ylabel("held-out loss, nats a piece")
+    pictures.legend(figure, axes[:1])
+    return figure
 
 
 def accuracy() -> Any:
@@ -330,7 +363,7 @@ def span(axis: Any, row: int, begin: float, length: float, part: str, said: str)
     axis.text(begin + length / 2, row, said, ha="center", va="center", fontsize=7, **bare)
 
 
-DRAWN = (steps, accuracy, meetings, step, lanes, lookahead)
+DRAWN = (race, steps, accuracy, meetings, step, lanes, lookahead)
 
 
 if __name__ == "__main__":
