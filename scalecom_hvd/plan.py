@@ -293,17 +293,9 @@ def _setting(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
 
 
 def _accuracy(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
-    if s.rate is None and s.bits is None:
-        yield (
-            "- Accuracy: small models lost 0 to 0.4 points on images, and 0.05 bits on text. "
-            "In TensorFlow and Keras they lost up to 1.8 points and 0.25 bits."
-        )
     if choice.method == "ScaleCom look-ahead":
-        yield (
-            "- lookahead=True cost an LSTM with AdamW 0.07 bits more, and images up to 0.5 points. "
-            "If accuracy comes first, leave it out."
-        )
-    yield "- How to tune it: docs/tuning.md. Measured accuracy: docs/results.md."
+        yield "- lookahead=True costs accuracy. If accuracy comes first, leave it out."
+    yield "- How to tune it: docs/tuning.md. What it costs in accuracy: docs/results.md."
     rate, _ = scaling.sends(choice.method, s)
     if steps is None:
         yield (
@@ -325,7 +317,7 @@ def caveats(s: Setting, nccl: bool) -> str:
     said = (
         "This is a model, not a measurement. Its constants are fitted to steps of 24.8 M "
         "parameters on 2 to 8 hosts of one machine, over Gloo (docs/speed.md). For ScaleCom, it "
-        "agrees with the measured steps within 17 %. Dense steps at 1 Gbit/s took 1.2 to 2.7 times "
+        "agrees with the measured steps within 13 %. Dense steps at 1 Gbit/s took 1.3 to 2.4 times "
         "as long as it says. LocalTopK and RandomK are composed from measured parts. "
     )
     if nccl:
