@@ -27,7 +27,7 @@ from typing import Any
 
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.integers import BLOCK, levels_of, words_of
-from scalecom_hvd.rate_controller import SAME
+from scalecom_hvd.rate_controller import RateController
 from scalecom_hvd.stages import LADDER
 
 # Methods that average gradients. In this model, a cyclic leader costs what staggered ones do.
@@ -142,7 +142,7 @@ def traffic(method: str, s: Setting) -> tuple[float, float]:
 
 
 def rung_of_auto(s: Setting, c: Constants) -> int:
-    """The rung of the ladder on which rate="auto" settles: the densest that is hardly slower."""
+    """The rung of the ladder on which rate="auto" settles, if steps take what is predicted."""
     times = [
         predict("dense", s, c)
         if stage.is_whole
@@ -151,7 +151,10 @@ def rung_of_auto(s: Setting, c: Constants) -> int:
         )
         for stage in LADDER
     ]
-    return next(rung for rung, time in enumerate(times) if time <= SAME * min(times))
+    controller = RateController(s.workers)
+    while not controller.is_settled:
+        controller.note(times[controller.rung], times[controller.rung] - s.compute)
+    return controller.rung
 
 
 def bytes_a_step(method: str, s: Setting) -> float:
