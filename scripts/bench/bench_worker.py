@@ -114,9 +114,10 @@ DDP: dict[str, Callable[..., Any] | None] = {
     "DDP ScaleCom cyclic": _scalecom(),
     "DDP ScaleCom look-ahead": _scalecom(**SCALECOM["ScaleCom look-ahead"]),
 }
-# Every rung of rate="auto" by itself, but whole, and the one on which it settles.
+# Every rung of rate="auto" by itself, and the one on which it settles.
 AUTO = "DDP ScaleCom, auto"
-RUNGS = {f"DDP ScaleCom, {s}": _scalecom(rate=s.rate, bits=s.bits) for s in LADDER[WHOLE + 1 :]}
+RUNGS = {"DDP ScaleCom, whole": _scalecom(warmup_steps=10**9)}
+RUNGS |= {f"DDP ScaleCom, {s}": _scalecom(rate=s.rate, bits=s.bits) for s in LADDER[WHOLE + 1 :]}
 RUNGS[AUTO] = _scalecom(rate="auto")
 HOOKS = DDP | RUNGS
 UNDER_TORCHRUN = [ALONE, NO_STEP, *HOOKS, *RECIPES]
