@@ -24,10 +24,7 @@ ALWAYS = "torch.Native torch.Plain tensorflow.Native tensorflow.Graph"
 NAMES = os.environ.get("TESTS_KERNELS", ALWAYS).split()
 # Triton's interpreter takes 10 ms per tile, or per 8 rows of a last group, so it gets fewer cases.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and NAMES == ["triton.Tiles"]
-LATER = [pytest.mark.long] * INTERPRETED
-dtypes = pytest.mark.parametrize(
-    "dtype", [pytest.param(d, marks=LATER * (d in ("float64", "float16"))) for d in DTYPES]
-)
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
 SIZES = [0, 1, 2, 63, 64, 65, 129, 448, 699, 1000, 4099, 6399, 6400, 6401, 20_000]
 RATES = [1, 1.5, 2, 2.5, 7, 63.7, 100, 256, 257, 300, 1000, 40_000, 70_000]
 LEVELS = [1, 3, 127]  # of 2, 3 and 8 bits
@@ -108,7 +105,7 @@ def effort(numel, rate):
 @kernels()
 def test_all_moves_are_numpys(kernel, numel, dtype):
     i = SIZES.index(numel) + DTYPES.index(dtype)
-    rates = RATES[i % 3 :: 3]
+    rates = RATES[i % 6 :: 6]
     if INTERPRETED:  # one of the rates that take little
         by_effort = sorted(RATES, key=lambda rate: effort(numel, rate))
         quick = [rate for rate in by_effort if effort(numel, rate) < 8] or by_effort[:3]
@@ -156,7 +153,7 @@ def test_pieces_of_large_tensors(kernel, dtype):
         )
         assert not levels or np.abs(took.values).max() == levels
     # The last has full groups and offsets of 4 bytes.
-    for shape in (Lanes(2_000_000, 300), Lanes(64 * 40_000 + 37, 40_000)):
+    for shape in (Lanes(400_000, 300), Lanes(64 * 40_000 + 37, 40_000)):
         if dtype == "float32":
             check(kernel, Case([shape], [dtype], 127))
 

@@ -81,7 +81,8 @@ def test_nothing_is_lost_when_the_rung_changes(n, fields, monkeypatch):
 @pytest.mark.parametrize(
     ("n", "mode"),
     [(n, mode) for n in (1, 2, 3, 4) for mode in MODES]
-    + [(16, MODES[0]), (16, MODES[3]), (64, MODES[1]), (64, MODES[2]), (64, MODES[6])],
+    + [(16, MODES[i]) for i in (0, 1, 3, 6)]
+    + [pytest.param(64, MODES[2], marks=pytest.mark.long)],
     ids=str,
 )
 def test_simulated_workers_are_those_of_the_reference(n, mode):
