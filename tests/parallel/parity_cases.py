@@ -74,7 +74,7 @@ LONG = [
     *("float64 gradients", "float16 gradients, look-ahead", "integers of 3 bits"),
     *("exact, 32 bits, a schedule", "all in 32 bits, after a start at rate 4"),
 ]
-MORE_IN_TENSORFLOW = "beta 1", "32 bits, look-ahead", "integers, a warm-up at a rate of its own"
+MORE_IN_TENSORFLOW = "beta 1", "32 bits, look-ahead", "a small beta, look-ahead"
 
 
 def in_cases(long):

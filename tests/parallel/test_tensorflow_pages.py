@@ -47,7 +47,7 @@ def test_examples(example, tmp_path, monkeypatch):
     assert same_on_all_ranks(model.trainable_variables)
 
 
-@pytest.mark.parametrize("method", ["dense", "scalecom"])
+@pytest.mark.parametrize("method", [pytest.param("dense", marks=pytest.mark.long), "scalecom"])
 @pytest.mark.parametrize("example", pages.examples("keras script"), ids=lambda e: e.name)
 def test_scripts(example, method, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

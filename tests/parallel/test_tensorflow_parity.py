@@ -45,4 +45,4 @@ def test_gradients_longer_than_max_norm():
 
 
 def test_eagerly():
-    run_against_reference(rate=100, beta=0.3, lookahead=True, traced=False)
+    run_against_reference(rate=100, beta=0.3, lookahead=True, traced=False, steps=6)

@@ -16,12 +16,11 @@ import scalecom_hvd.tensorflow as hvd
 
 def assert_trains_like_stock_horovod(train):
     """train(library, compression) -> the weights after some steps."""
-    train(hvd, scalecom())
     mine = train(hvd, scalecom(**EVERYTHING))
     np.testing.assert_allclose(mine, train(stock, stock.Compression.none), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [pytest.param(False, marks=pytest.mark.long), True])
 def test_gradients_asked_for_while_the_tape_records(traced):
     """A persistent tape then records the exchange too."""
 
@@ -89,7 +88,7 @@ def test_a_training_step_that_is_saved_goes_on(tmp_path):
     assert_trains_like_stock_horovod(train)
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [pytest.param(False, marks=pytest.mark.long), True])
 def test_steps_in_which_nothing_that_is_compressed_has_a_gradient(traced):
     model, compression = variables(SHAPES), scalecom()
 

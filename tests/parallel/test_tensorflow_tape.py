@@ -13,6 +13,8 @@ from tensorflow_parity import Step, variables
 import scalecom_hvd.tensorflow as hvd
 from scalecom_hvd.tensorflow.compressor import shared
 
+# Each variable that is compressed makes an exchange take longer to trace.
+FEW = {name: SHAPES[name] for name in ("first", "bias")}
 MODES = [{}, {"lookahead": True}, {"leader": "staggered", "bucket_bytes": 10_000}]
 
 
@@ -36,7 +38,7 @@ def until_they_come(rank, number):
     """
     last = hvd.size() - 1
     # {name: {rank: its first step}}; other ranks never have a gradient
-    since = {"bias": {0: 1, last: 3}, "third": {last: 2}, "second": {0: 4}}
+    since = {"bias": {0: 1, last: 2}, "third": {last: 1}, "second": {0: 3}}
     return {name for name, begins in since.items() if number < begins.get(rank, 99)}
 
 
@@ -62,41 +64,41 @@ def train(step, numbers, skips=nothing):
 
 def check_nothing_is_lost(compression, sent, steps, skips=nothing, divisor=None, tolerance=1e-4):
     """Check that what was sent, plus what waits, is the sum of all gradients."""
-    for name, total in came_in(range(hvd.size()), range(steps), skips=skips).items():
+    everything = came_in(range(hvd.size()), range(steps), skips=skips)
+    for name, total in ((name, everything[name]) for name in sent):
         found = sent[name] * (divisor or hvd.size()) + total_residue(compression, name)
         np.testing.assert_allclose(
             found, total, rtol=tolerance, atol=tolerance * np.abs(total).max(), err_msg=name
         )
-    assert same_on_all_ranks([tf.constant(sent[name]) for name in SHAPES])
+    assert same_on_all_ranks([tf.constant(total) for total in sent.values()])
     assert compression.stats()["residue_norm"] > 0
 
 
 @pytest.mark.parametrize(
     ("mode", "options", "skips"),
     [
-        (MODES[0], {}, nothing),
         (MODES[1], {"gradient_predivide_factor": 2.0, "groups": 2}, nothing),
         pytest.param(
             MODES[2], {"op": hvd.Sum, "device_dense": "/cpu:0"}, nothing, marks=pytest.mark.long
         ),
         (MODES[1], {"traced": False}, some_once_or_for_three_steps),
-        (MODES[1] | {"warmup_steps": 3}, {"traced": False}, until_they_come),
+        (MODES[1] | {"warmup_steps": 2}, {"traced": False}, until_they_come),
         pytest.param(MODES[2], {"traced": False}, until_they_come, marks=pytest.mark.long),
         ({"bucket_bytes": 100}, {}, without_two_buckets_on_other_ranks_than_0),
     ],
 )
 def test_nothing_is_lost(mode, options, skips):
-    compression = scalecom(**mode)
-    sent = train(Step(variables(SHAPES), compression, **options), range(7), skips)
+    compression, steps = scalecom(**mode), 5
+    sent = train(Step(variables(SHAPES), compression, **options), range(steps), skips)
     divisor = 1 if options.get("op") == hvd.Sum else None
-    check_nothing_is_lost(compression, sent, 7, skips, divisor)
-    assert compression.stats()["step"] == 7
+    check_nothing_is_lost(compression, sent, steps, skips, divisor)
+    assert compression.stats()["step"] == steps
 
 
 def test_bfloat16():
     """Horovod sums no bfloat16. ScaleCom sends float32."""
     compression = scalecom()
-    sent = train(Step(variables(SHAPES, tf.bfloat16), compression), range(4))
+    sent = train(Step(variables(FEW, tf.bfloat16), compression), range(4))
     check_nothing_is_lost(compression, sent, 4, tolerance=0.02)
     residues = compression.state_dict()["residues"].values()
     assert {residue.dtype for residue in residues} == {np.dtype(np.float32)}
@@ -105,20 +107,20 @@ def test_bfloat16():
 def test_the_bare_class_is_one_object_for_all_tapes(monkeypatch):
     monkeypatch.setenv("SCALECOM_RATE", "10")
     shared.cache_clear()
-    sent = train(Step(variables(SHAPES), hvd.ScaleCom, traced=False), range(4))
+    sent = train(Step(variables(FEW), hvd.ScaleCom, traced=False), range(3))
     compression = shared()
     shared.cache_clear()
     assert compression.config.rate == 10
-    check_nothing_is_lost(compression, sent, 4)
+    check_nothing_is_lost(compression, sent, 3)
 
 
 def test_two_steps_in_one_function():
-    compression, sent = scalecom(bucket_bytes=100), dict.fromkeys(SHAPES, 0.0)
-    step = Step(variables(SHAPES), compression, traced=False)
+    compression, sent = scalecom(bucket_bytes=100), dict.fromkeys(FEW, 0.0)
+    step = Step(variables(FEW), compression, traced=False)
     both = tf.function(lambda *parts: [step._gradient(part) for part in parts], autograph=False)
     for number in range(0, 6, 2):
-        for averages in both(*(gradients(SHAPES, hvd.rank(), number + part) for part in range(2))):
-            for name, average in zip(SHAPES, averages, strict=True):
+        for averages in both(*(gradients(FEW, hvd.rank(), number + part) for part in range(2))):
+            for name, average in zip(FEW, averages, strict=True):
                 sent[name] = sent[name] + average.numpy().astype(np.float64)
     check_nothing_is_lost(compression, sent, 6)
     assert compression.stats()["step"] == 6
@@ -132,17 +134,17 @@ def test_variables_join_and_leave():
     model, compression, sent = variables(SHAPES), scalecom(), dict.fromkeys(SHAPES, 0.0)
 
     def away(rank, number):
-        return () if number in (0, 1, 4, 7) else ("first", "second")
+        return () if number in (0, 1, 4) else ("first", "second")
 
     steps = {}  # to trace takes long
-    for number in range(8):
+    for number in range(6):
         here = tuple(name for name in SHAPES if name not in away(0, number))
         traced = number % 2 == 1
         if (here, traced) not in steps:
             steps[here, traced] = Step({n: model[n] for n in here}, compression, traced)
         totals = train(steps[here, traced], [number])
         sent |= {name: sent[name] + total for name, total in totals.items()}
-    check_nothing_is_lost(compression, sent, 8, away)
+    check_nothing_is_lost(compression, sent, 6, away)
 
 
 def test_a_persistent_tape_for_two_models():
@@ -256,7 +258,7 @@ def test_two_gradients_of_the_same_variables_in_a_step(traced):
 
     if traced:
         step = tf.function(step, autograph=False)
-    others = [Step(variables(shapes), compression) for compression in apart]
+    others = [Step(variables(shapes), compression, traced=False) for compression in apart]
     for number in range(5):
         parts = [gradients(shapes, hvd.rank(), 100 * part + number) for part in range(2)]
         got = step(*(tf.constant(part["w"]) for part in parts))
@@ -278,9 +280,10 @@ def test_two_gradients_of_the_same_variables_in_a_step(traced):
 def test_a_step_that_overflows_on_one_rank_never_happened(mode, value):
     settings = {"beta": 0.5, "warmup_steps": 2, **mode}
     compression, untouched = scalecom(**settings), scalecom(**settings)
-    step, clean = Step(variables(SHAPES), compression), Step(variables(SHAPES), untouched)
+    shapes = {name: SHAPES[name] for name in ("second", "bias")}
+    step, clean = Step(variables(shapes), compression), Step(variables(shapes), untouched)
     for number in range(8):
-        grads = gradients(SHAPES, hvd.rank(), number)
+        grads = gradients(shapes, hvd.rank(), number)
         if number in (0, 3, 4, 6):  # the value is on the leader, or on another rank
             if hvd.rank() == number % hvd.size():
                 grads["second"][1, 7] = value
