@@ -20,6 +20,7 @@ torch_rank.main(sys.argv[1], "delayed", "cpu:gloo,delayed:delayedccl")
 """
 
 
+@pytest.mark.long
 def test_steps_are_those_of_the_cpu():
     assert gpu_steps.check("delayed:0") == 3 * len(gpu_steps.KINDS)
 

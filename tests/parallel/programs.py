@@ -12,7 +12,7 @@ import time
 import pytest
 
 ENDLESS = "FUZZ_SECONDS" in os.environ
-SECONDS = float(os.environ.get("FUZZ_SECONDS", 10))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", 4))
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", 0))
 OTHER_METHODS = ("ECQSGD", "GTopK", "GlobalTopK", "LocalTopK", "RandomK")
 # ScaleCom as often as all others together.

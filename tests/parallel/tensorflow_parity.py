@@ -3,6 +3,7 @@
 import numpy as np
 import tensorflow as tf
 from made_up import ODD_SHAPES, gradients
+from parity_cases import assert_step_is_the_oracles
 
 import scalecom_hvd.tensorflow as hvd
 from scalecom_hvd.reference import ScaleComReference
@@ -81,28 +82,8 @@ def run_against_reference(
                 name: bucket.number for bucket in buckets for name in bucket.names
             }
         averages = reference.step(everyone)
-        for name, average in averages.items():
-            assert got[name].dtype == dtype
-            assert got[name].shape == shapes[name]
-            chosen = reference.selections.get(name)
-            if chosen is not None:
-                outside = np.delete(got[name].reshape(-1), chosen)
-                assert not outside.any(), (
-                    f"{name} at step {number}: something outside the selection was sent"
-                )
-            np.testing.assert_allclose(
-                got[name],
-                average,
-                rtol=tolerance,
-                atol=tolerance,
-                err_msg=f"{name} at step {number}",
-            )
-        for name, residue in compressor.state_dict()["residues"].items():
-            # Equal to the bit: what a worker keeps depends only on its own arithmetic.
-            np.testing.assert_array_equal(
-                residue,
-                reference.residues[rank].get(name, np.zeros(shapes[name])),
-                err_msg=f"{name} at step {number}",
-            )
+        assert {own.dtype for own in got.values()} == {np.dtype(dtype)}
+        residues = compressor.state_dict()["residues"]
+        assert_step_is_the_oracles(reference, rank, averages, got, residues, tolerance, number)
     assert compressor.stats()["step"] == steps
     return compressor

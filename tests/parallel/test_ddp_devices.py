@@ -26,7 +26,7 @@ FORMS = {
     "32 bits": {"bits": 32},
     "look-ahead": {"lookahead": True},
     "staggered": {"leader": "staggered"},
-    "local steps": {"options": {"local_steps": 4, "overlap": 2}, "steps": 15},
+    "local steps": {"options": {"local_steps": 3, "overlap": 1}, "steps": 10},
 }
 only_delayed = pytest.mark.skipif(DEVICE != "delayed", reason="asks that device for its waits")
 
@@ -67,7 +67,7 @@ def with_optimizer(model, options=(), **settings):
     return model, ddp.DistributedOptimizer(optimizer, named, method, **dict(options)), method
 
 
-def train(make, device, steps=8, around=contextlib.nullcontext, **settings):
+def train(make, device, steps=5, around=contextlib.nullcontext, **settings):
     """The parameters after each step, and the method."""
     model = make_model(device)
     called, optimizer, method = make(model, **settings)

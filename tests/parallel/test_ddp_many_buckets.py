@@ -51,7 +51,7 @@ def open_now():
     }
 
 
-@pytest.mark.parametrize("make", [by_optimizer, by_hook])
+@pytest.mark.parametrize("make", [by_optimizer, pytest.param(by_hook, marks=pytest.mark.long)])
 def test_a_hundred_buckets_take_fewer_than_a_hundred_of_each(make):
     before = open_now()
     model, optimizer = make()

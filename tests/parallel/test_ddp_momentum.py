@@ -71,20 +71,6 @@ def test_whoever_looks_sees_the_same_parameters_on_all_ranks(optimizer):
         assert same_on_all_ranks(model.parameters())
 
 
-@pytest.mark.parametrize("nu", [None, 1])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_with_everything_sent_it_is_plain_ddp_to_the_bit(optimizer, nu):
-    model, stepped, _ = make(optimizer, rate=1, nu=nu)
-    other = DistributedDataParallel(make_model())
-    plain = OPTIMIZERS[optimizer](other.parameters())
-    for step in range(6):
-        take(model, stepped, step)
-        take(other, plain, step)
-    # Over more than two ranks, DDP adds in another order.
-    same = torch.equal if hvd.size() == 2 else torch.allclose
-    assert all(map(same, model.parameters(), other.parameters()))
-
-
 @pytest.mark.parametrize("registers", [True, False])
 def test_a_hook_that_was_not_registered_is_told(registers, caplog):
     model, optimizer, _ = make(registers=registers)

@@ -153,11 +153,11 @@ def test_sharded_parameters_are_refused():
 
 
 def test_a_rank_says_that_others_have_made_no_optimizer(monkeypatch, caplog):
-    monkeypatch.setattr("scalecom_hvd.ddp.process_group_collectives.SECONDS_TO_TELL", 1)
+    monkeypatch.setattr("scalecom_hvd.ddp.process_group_collectives.SECONDS_TO_TELL", 0.5)
     late = dist.get_world_size() - 1
     dist.barrier()
     if dist.get_rank() == late:
-        time.sleep(3)
+        time.sleep(2)
     model = nn.Linear(60, 60)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     DistributedOptimizer(sgd, model.named_parameters(), ScaleCom(**ALL))
@@ -173,13 +173,13 @@ def test_a_rank_says_for_what_it_waits(monkeypatch, caplog):
     model, optimizer = make()
     late = dist.get_world_size() - 1
     take(model, optimizer, range(2))
-    if dist.get_rank() != late:  # on a busy machine the late rank may wait for a second, too
-        monkeypatch.setattr("scalecom_hvd.ddp.process_group_collectives.SECONDS_TO_TELL", 1)
+    if dist.get_rank() != late:  # on a busy machine the late rank may wait that long, too
+        monkeypatch.setattr("scalecom_hvd.ddp.process_group_collectives.SECONDS_TO_TELL", 0.5)
     dist.barrier()
     optimizer.zero_grad()
     backward(model, 2)
     if dist.get_rank() == late:
-        time.sleep(3)
+        time.sleep(2)
     optimizer.step()
     told = [record.getMessage() for record in caplog.records]
     if dist.get_rank() == late:

@@ -156,7 +156,7 @@ def test_with_everything_chosen_it_is_the_model_without_parallelism(form):
 def test_all_ranks_have_the_same_tensors(form):
     """A tensor that all ranks of a node have whole is exchanged by each of them."""
     model, wrapped = make(*form, bits=3, nu=None)
-    for step in range(20):
+    for step in range(8):
         take(model, wrapped, step)
         assert same_on_all_ranks(full(p) for p in model.parameters()), step
     residues = wrapped.compression.residues.tensors
@@ -169,7 +169,7 @@ def test_all_ranks_have_the_same_tensors(form):
 )
 def test_a_node_is_one_worker_of_the_reference(settings):
     model, wrapped = make(("tp",), IN_TENSORS, **settings)
-    for step in range(12):
+    for step in range(7):
         take(model, wrapped, step)
     other = Net().double()
     rows, columns = (other.first.weight, other.up.weight, other.up.bias), (other.down.weight,)
@@ -186,7 +186,7 @@ def test_a_node_is_one_worker_of_the_reference(settings):
         ScaleComConfig(**{"nu": 1, **SETTINGS, **settings}),
         NODES,
         local(),
-        12,
+        7,
         lambda model, rank, step: loss(model, rank // local(), step),
         shards,
     )

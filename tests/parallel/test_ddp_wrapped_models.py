@@ -109,7 +109,7 @@ def with_optimizer(model):
     return model, DistributedOptimizer(plain, model.named_parameters(), ScaleCom(**SETTINGS))
 
 
-@pytest.mark.parametrize("face", [with_hook, with_optimizer])
+@pytest.mark.parametrize("face", [pytest.param(with_hook, marks=pytest.mark.long), with_optimizer])
 def test_a_step_that_is_compiled_as_a_whole(face):
     """The same as without torch.compile, and nothing of the library is traced."""
     trained = []

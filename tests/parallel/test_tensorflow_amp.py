@@ -88,6 +88,7 @@ def test_a_custom_loop_with_overflows_ends_where_one_without_them_ends(mode):
     assert float(scaling.loss_scale) == 2.0**20 / 2**4 * 2**2
 
 
+@pytest.mark.long
 def test_the_policy_under_which_keras_wraps_optimizers_itself():
     tf.keras.mixed_precision.set_global_policy("mixed_float16")
     try:

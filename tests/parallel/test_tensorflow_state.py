@@ -203,6 +203,7 @@ def test_a_newcomer_starts_with_empty_residues(mode, caplog):
     assert same_on_all_ranks([tf.constant(average) for average in sent[-1].values()])
 
 
+@pytest.mark.long
 def test_variables_that_thaw_after_a_resume():
     """Variables that were not there when the state was saved start with empty residues."""
     compression, resumed, model = scalecom(), scalecom(), variables(SHAPES)

@@ -130,25 +130,6 @@ def test_a_step_that_fails_leaves_no_trace(library):
 
 
 @in_every_library
-def test_a_grad_scaler_that_skips_a_step(library):
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    model, wrapped, _ = make(library, "adamw", loss_scale=scaler)
-    expected = Oracle(model, "adamw")
-    for step in range(6):
-        wrapped.zero_grad()
-        spoilt = float("inf") if step == 3 and hvd.rank() == 0 else 1
-        scaler.scale(loss(model, hvd.rank(), step) * spoilt).backward()
-        wrapped.synchronize()
-        scaler.unscale_(wrapped)
-        with wrapped.skip_synchronize():
-            scaler.step(wrapped)
-        scaler.update()
-        if step != 3:
-            expected.check()
-    assert_close(model, expected.model)
-
-
-@in_every_library
 def test_a_run_that_goes_on_is_one_that_never_stopped(library):
     model, wrapped, method = make(library, "adamw", nu=None)
     for step in range(6):

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scalecom_hvd.exchange.simulator import Simulation
 
-STEPS = 10
+STEPS = 7
 
 
 def sgd(common):

@@ -95,15 +95,6 @@ def test_the_text_comes_back_from_its_pieces(tmp_path):
     assert pieces.decode(pieces.encode(text)) == text
 
 
-def test_the_text_is_cut_once(tmp_path):
-    size = race_language.SIZES["tiny"]
-    train, held_out = race_language.load_pieces(size, tmp_path)
-    assert int(train.max()) < size.vocabulary
-    assert 0.01 * len(train) < len(held_out) < 0.2 * len(train)
-    again, _ = race_language.load_pieces(size, tmp_path)
-    assert torch.equal(train, again)
-
-
 def test_the_model_sees_only_what_came_before():
     torch.manual_seed(0)
     model = race_language.Decoder(race_language.SIZES["tiny"])
