@@ -49,7 +49,7 @@ class RecentNorms:
         if times is not None and self.count >= LEAST:
             limit = min(limit, times * self.longest)
         if norm > limit:
-            share = 2.0 ** math.floor(math.log2(limit / norm))
+            share = math.ldexp(1.0, math.frexp(limit / norm)[1] - 1)  # math.log2 would be rounded
             self.outliers += 1
         self.longest = max(norm * share, KEPT * self.longest)
         self.count += 1

@@ -37,11 +37,16 @@ import tensorflow as tf
 from scalecom_hvd import agreement
 from scalecom_hvd.bucket_layout import group_names, split, step_stats
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.recent_norms import KEPT, LEAST, SMALLEST
 from scalecom_hvd.schedule import leader
 from scalecom_hvd.tensorflow.bucket import Bucket, Now
 from scalecom_hvd.tensorflow.kernels import Units
-from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, set_value, value_of
+from scalecom_hvd.tensorflow.residues import (
+    CompressedTensor,
+    Progress,
+    set_value,
+    shares_of,
+    value_of,
+)
 from scalecom_hvd.tensorflow.transport import Arguments, Transport
 from scalecom_hvd.training_warnings import (
     GROWTH_WARNING,
@@ -317,25 +322,15 @@ class Exchange:
         return tf.cond(sound, commit, skip)
 
     def _scale_after_outliers(self, grads: Mapping[str, tf.Tensor], now: Now) -> tf.Operation:
-        """Scale residues down whose gradients are outliers, as RecentNorms.share says."""
+        """Scale residues down whose gradients are outliers."""
         tensors = [tensor for bucket in self.buckets for tensor in bucket.compressed]
         if not tensors:
             return tf.no_op()
         norms = tf.stack([_norm(grads[tensor.name]) for tensor in tensors])
         norms *= 1.0 if now.units.scale is None else now.units.scale
-        recent = tf.stack([tensor.recent.read_value() for tensor in tensors], 1)
-        longest, count, outliers = tf.unstack(recent)
-        counts = (norms >= SMALLEST) & tf.math.is_finite(norms)
-        limit = tf.fill(norms.shape, tf.constant(self.config.max_norm or math.inf, norms.dtype))
-        if self.config.outliers is not None:
-            most = tf.minimum(limit, self.config.outliers * longest)
-            limit = tf.where(count >= LEAST, most, limit)
-        is_outlier = counts & (norms > limit)
-        shares = tf.where(is_outlier, 2 ** tf.floor(tf.math.log(limit / norms) / math.log(2)), 1)
-        longest = tf.where(counts, tf.maximum(norms * shares, KEPT * longest), longest)
-        count += tf.cast(counts, count.dtype)
-        noted = tf.stack([longest, count, outliers + tf.cast(is_outlier, count.dtype)], 1)
-        for tensor, own, share in zip(tensors, tf.unstack(noted), tf.unstack(shares), strict=True):
+        recent = tf.stack([tensor.recent.read_value() for tensor in tensors])
+        shares, recent = shares_of(norms, recent, self.config.outliers, self.config.max_norm)
+        for tensor, own, share in zip(tensors, tf.unstack(recent), tf.unstack(shares), strict=True):
             tensor.recent.assign(own)
             tf.cond(share < 1, functools.partial(_scale, tensor.residue, share), tf.no_op)
         return tf.no_op()

@@ -19,7 +19,11 @@ from numpy.typing import ArrayLike
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.integers import blocks_of
 from scalecom_hvd.lanes import Lanes, geometry
+from scalecom_hvd.recent_norms import KEPT, LEAST, SMALLEST
 from scalecom_hvd.saved_state import check_offsets, check_scales, norms_of
+
+_EXPONENT = 0x7FF << 52
+"""The bits of a float64's exponent. They alone are the largest power of two that is not larger."""
 
 
 def make_variable(
@@ -68,6 +72,32 @@ class CompressedTensor:
         self.wire_dtype = tf.int8 if self.levels else self.dtype
         self.residue = make_variable((numel,), self.dtype, f"scalecom/{name}", variable.device)
         self.recent = make_variable((3,), tf.float64, f"scalecom/{name}/recent")
+
+
+def shares_of(
+    norms: tf.Tensor, recent: tf.Tensor, times: float | None, most: float | None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """What RecentNorms.share says of several tensors, to the bit: the shares, and what it notes.
+
+    Args:
+        norms: (n,), of the tensors' gradients.
+        recent: (n, 3), the tensors' `recent`.
+        times, most: as in RecentNorms.share.
+
+    Returns:
+        (n,), what the residues must be multiplied by, and (n, 3), the new `recent`.
+    """
+    longest, count, outliers = tf.unstack(recent, axis=1)
+    counts = (norms >= SMALLEST) & tf.math.is_finite(norms)
+    limit = tf.fill(norms.shape, tf.constant(math.inf if most is None else most, norms.dtype))
+    if times is not None:
+        limit = tf.where(count >= LEAST, tf.minimum(limit, times * longest), limit)
+    is_outlier = counts & (norms > limit)
+    power = tf.bitwise.bitwise_and(tf.bitcast(limit / norms, tf.int64), _EXPONENT)
+    shares = tf.where(is_outlier, tf.bitcast(power, norms.dtype), 1)
+    longest = tf.where(counts, tf.maximum(norms * shares, KEPT * longest), longest)
+    count += tf.cast(counts, count.dtype)
+    return shares, tf.stack([longest, count, outliers + tf.cast(is_outlier, count.dtype)], 1)
 
 
 # Checkpoints track it like a tf.Module. But if a model holds it as an attribute, its variables are

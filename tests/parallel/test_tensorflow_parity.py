@@ -29,8 +29,11 @@ def test_plain_operations(settings, lookahead, monkeypatch):
     run_against_reference(**settings, beta=0.3, lookahead=lookahead)
 
 
-@pytest.mark.parametrize("lookahead", [pytest.param(False, marks=pytest.mark.long), True])
-def test_outliers(lookahead):
+@pytest.mark.parametrize(
+    ("lookahead", "kernel"), [pytest.param(False, "", marks=pytest.mark.long), (True, "tensorflow")]
+)
+def test_outliers(lookahead, kernel, monkeypatch):
+    monkeypatch.setenv("SCALECOM_KERNEL", kernel)
     outliers = [(0, 13), (1, 15)]
     settings = {"rate": 8, "lookahead": lookahead}
     compressor = run_against_reference(outliers=outliers, steps=18, **settings)

@@ -1,5 +1,7 @@
 """When a gradient is an outlier, and what is left of its residue."""
 
+import math
+
 import pytest
 
 from scalecom_hvd.recent_norms import LEAST, RecentNorms
@@ -16,6 +18,7 @@ def after(norms, times=4.0):
         ([1.0] * LEAST + [100.0], 2.0**-5),  # 3.125 is the largest power of two below 4
         ([1.0] * LEAST + [4.0], 1.0),
         ([1.0] * LEAST + [4.1], 0.5),
+        ([math.nextafter(2.0, 0.0)] * LEAST + [32.0], 2.0**-3),  # math.log2 would round to -2
         ([1.0] * (LEAST - 1) + [100.0], 1.0),  # too early to tell
         ([1.0] * LEAST + [0.0] * 500 + [3.0], 1.0),  # an expert that got no tokens meanwhile
         ([1.0] * LEAST + [float("inf")], 1.0),  # the step does not count

@@ -10,7 +10,8 @@ import tensorflow as tf
 
 import scalecom_hvd.tensorflow as hvd
 import scalecom_hvd.tensorflow.keras as hvd_keras
-from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress
+from scalecom_hvd.recent_norms import RecentNorms
+from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, shares_of
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,23 @@ def test_the_stats_before_training():
     names = "step skipped_steps leader bytes_traffic collectives residue_norm"
     assert set(names.split()) < stats.keys()
     assert not any(stats.values())
+
+
+@pytest.mark.parametrize(("times", "most"), [(4.0, None), (None, 2.0), (1.0, 2.0), (None, None)])
+def test_outliers_are_in_the_graph_what_recent_norms_says(times, most):
+    """To the bit, also at powers of two and next to them, where logarithms are rounded."""
+    random = np.random.default_rng(0)
+    powers = 2.0 ** random.integers(-60, 40, (60, 8))
+    norms = np.nextafter(powers, powers * random.integers(0, 3, powers.shape))
+    unusual = random.random(norms.shape) < 0.1
+    norms[unusual] = random.choice([0.0, np.inf, np.nan], unusual.sum())
+    expected, recent = [RecentNorms() for _ in range(8)], tf.zeros((8, 3), tf.float64)
+    for row in norms:
+        shares, recent = shares_of(tf.constant(row), recent, times, most)
+        pairs = zip(expected, row.tolist(), strict=True)
+        assert shares.numpy().tolist() == [own.share(norm, times, most) for own, norm in pairs]
+    noted = [[own.longest, own.count, own.outliers] for own in expected]
+    assert recent.numpy().tolist() == noted
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
