@@ -57,7 +57,7 @@ def test_resuming_is_bit_identical(way, mode, tmp_path):
         saved = pickle.loads(pickle.dumps(straight.state_dict()))
     else:
         saved = tf.train.Checkpoint(scalecom=straight).save(str(tmp_path / f"rank{hvd.rank()}"))
-    after = run(step, range(5, 9))
+    after, norms = run(step, range(5, 9)), straight.state_dict()["recent_norms"]
 
     def load(compression):
         if way == "state_dict":
@@ -80,6 +80,7 @@ def test_resuming_is_bit_identical(way, mode, tmp_path):
     assert_same(run(step, range(5, 9)), after)
     for name, residue in straight.state_dict()["residues"].items():
         np.testing.assert_array_equal(residue, resumed.state_dict()["residues"][name])
+    assert norms == straight.state_dict()["recent_norms"] == resumed.state_dict()["recent_norms"]
 
 
 @pytest.mark.long
