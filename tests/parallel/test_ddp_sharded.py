@@ -171,13 +171,19 @@ CASES = {
     "gathered twice": {"of_fsdp": {"reshard_after_forward": True}},
     "gathered from few ranks": {"of_fsdp": {"reshard_after_forward": 2}},
 }
+ON_THE_OTHER_MESH = {
+    f"1-D, {name}": CASES[name] | {"given": "shard"}
+    for name in ("as usual", "unused", "clipped", "mixed precision", "gathered twice")
+}
 
 
-@both_meshes
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_with_everything_chosen_it_is_plain_fsdp2(case):
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=name) for name, c in (CASES | ON_THE_OTHER_MESH).items()]
+)
+def test_with_everything_chosen_it_is_plain_fsdp2(case, monkeypatch):
+    monkeypatch.setattr("test_ddp_sharded.given", case.get("given", NAMES))
     kind, of_fsdp = case.get("optimizer", "adamw"), case.get("of_fsdp", {})
-    if of_fsdp.get("reshard_after_forward") == 2 and (local() % 2 or given != NAMES):
+    if of_fsdp.get("reshard_after_forward") == 2 and local() % 2:
         pytest.skip("PyTorch makes such groups on all ranks, and of an even number of them")
     models = [Net() if "mp_policy" in of_fsdp else Net().double() for _ in range(2)]
     if "frozen" in case:
@@ -304,9 +310,15 @@ def test_models_that_were_sharded_one_by_one():
     assert_close(models[0], dict(models[1].named_parameters()))
 
 
-@both_meshes
-@pytest.mark.parametrize("way", ["no sync", "all reduce", "passes", "sums of shards"])
-def test_microbatches(way):
+@pytest.mark.parametrize(
+    ("way", "dimensions"),
+    [
+        *((way, NAMES) for way in ("no sync", "all reduce", "passes", "sums of shards")),
+        ("all reduce", "shard"),
+    ],
+    indirect=["dimensions"],
+)
+def test_microbatches(way, dimensions):
     """Gradients are exchanged once, after the last microbatch. FSDP2 sums whole ones, or shards."""
     if DEVICE == "delayed" and way != "no sync":
         pytest.skip("plain FSDP2 frees shards that another stream reads, which CUDA reuses later")
