@@ -42,7 +42,10 @@ def bytes_in_timeline(path) -> dict[str, list[int]]:
         ),
         ("torch", "horovodrun --gloo", {"rate": 16, "bits": 3}),
         pytest.param("tensorflow", "mpirun", MANY_BUCKETS, marks=pytest.mark.long),
-        ("tensorflow", "horovodrun --gloo", {"rate": 50, "dense": ["auto:output"]}),
+        pytest.param(
+            *("tensorflow", "horovodrun --gloo", {"rate": 50, "dense": ["auto:output"]}),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=str,
 )

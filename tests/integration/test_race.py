@@ -36,6 +36,7 @@ def test_one_rank_of_a_run_alone_cuts_the_text(launched, tmp_path):
     assert [path.name for path in tmp_path.glob("cut-*")] == ["cut-0"]
 
 
+@pytest.mark.long
 def test_a_resnet_trains_in_the_race(launched, tmp_path):
     worker = RACE.with_name("race_worker.py")
     arguments = ["--task", "resnet", "--size", "tiny", "--way", "ScaleCom", "--steps", "40"]

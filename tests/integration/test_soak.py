@@ -121,6 +121,7 @@ def test_a_worker_that_nobody_killed_is_missed(tmp_path):
         job.make(soak.LEAVES)
 
 
+@pytest.mark.long
 def test_a_fault_that_is_not_survived_leaves_its_folder(tmp_path, monkeypatch):
     """It says where every living worker was.
 

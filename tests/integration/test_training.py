@@ -215,17 +215,13 @@ def test_other_compressions(launched):
 
 
 def test_wrong_input(launched):
-    for options, message in (
-        ("--rate 0.5", "rate must be at least 1"),
-        ("--dense hed*", "dense names 'hed*', which matches no parameter"),
-    ):
-        words = program("train_image.py", f"--steps 3 {options}")
-        output = launched("mpirun", 2, words, fails=True)
-        assert message in output
-        assert "Traceback" not in output
+    words = program("train_image.py", "--steps 3 --dense hed*")
+    output = launched("mpirun", 2, words, fails=True)
+    assert "dense names 'hed*', which matches no parameter" in output
+    assert "Traceback" not in output
 
 
 def test_a_script_may_end_right_after_a_step(launched):
     """The hook's thread may be the last that holds process groups, while Python ends."""
-    for _ in range(3):
+    for _ in range(2):
         launched("torchrun", 2, [Path(__file__).with_name("worker_exit.py")])

@@ -18,7 +18,7 @@ from scalecom_hvd.exchange.collectives import Step
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "examples"))
 from train_image import augment, load_digits, shift
 
-STEPS, BATCH = 400, 32
+STEPS, BATCH = 280, 32
 
 
 def train(name: str, settings: dict | None) -> float:
@@ -88,8 +88,6 @@ def main() -> None:
         "dense": None,
         "ScaleCom": recipe,
         "the defaults": {"nu": None},
-        "look-ahead, staggered": recipe
-        | {"lookahead": True, "leader": "staggered", "bucket_bytes": 50_000},
         "residues thrown away": recipe,
         "every rank its own indices": recipe,
     }
