@@ -26,7 +26,7 @@ class Interrupted(Exception):
 
 
 def draw(program):
-    choose, happens = program.choose, program.happens
+    choose, happens, ranks = program.choose, program.happens, range(dist.get_world_size())
     steps = [
         {
             "micro": choose([1, 1, 1, 2, 3]),
@@ -35,7 +35,8 @@ def draw(program):
             "extra": happens(0.75),
             "checkpointed": happens(0.25),
             "clip": choose([None, None, 0.05]),
-            "overflow": choose([None] * 5 + list(range(dist.get_world_size()))),
+            "overflow": choose([None] * 5 + [*ranks]),
+            "factors": [1.0 for _ in ranks],
             "to_none": happens(0.6),
             "evaluates": choose([None] * 4 + ["before", "between", "after"]),
             "forward": choose([None] * 5 + ["alone", "that fails"]),
@@ -44,15 +45,19 @@ def draw(program):
         }
         for _ in range(choose([3, 4, 5, 6, 7]))
     ]
+    double, outliers = happens(0.8), choose([4.0, None])
+    if double and outliers is None:  # nothing is cut off residues, but averages are clipped
+        for step in steps:
+            step |= {"clip": 0.05, "factors": [choose([1.0] * 5 + [1e3, 1e6]) for _ in ranks]}
     return {
         "steps": steps,
         "frozen": choose([None, None, "body", "first"]),
         "momentum": choose([0.0, 0.9]),
         "dimensions": choose([NAMES, NAMES, "shard"]),
         "reshard": choose([True, False, None]),
-        "double": happens(0.8),
+        "double": double,
         "method": choose(["ScaleCom", "ScaleCom", "ScaleCom", "LocalTopK", "RandomK"]),
-        "settings": {"bucket_bytes": choose([1000, 4000, 10**7])},
+        "settings": {"outliers": outliers, "bucket_bytes": choose([1000, 4000, 10**7])},
         "of_scalecom": {
             "lookahead": happens(0.5),
             "leader": choose(["cyclic", "staggered"]),
@@ -127,6 +132,7 @@ class Run:
                 self.evaluate()
             if is_last and step["overflow"] == dist.get_rank():
                 value = value * float("inf")
+            value = value * step["factors"][dist.get_rank()]
             self.came.clear()
             before = self.grads()
             self.scaler.scale(value).backward()
