@@ -101,9 +101,6 @@ def test_a_training_step_of_the_user_s_own_with_a_tape():
             {"lookahead": True},
         ),
         pytest.param(
-            {"backward_passes_per_step": 2}, {}, {"lookahead": True}, marks=pytest.mark.long
-        ),
-        pytest.param(
             {"backward_passes_per_step": 3}, {"run_eagerly": True}, {}, marks=pytest.mark.long
         ),
         pytest.param(
@@ -277,26 +274,6 @@ def test_sparse_embeddings(sparse_as_dense, compares):
     assert ("table/embeddings" in optimizer.compression.state_dict()["residues"]) == sparse_as_dense
     if compares:
         assert_same_weights(train(hvd, compression=hvd.ScaleCom(rate=1))[0], train(stock)[0])
-
-
-@pytest.mark.long
-def test_frozen_and_thawed_layers():
-    model, compression = net(), scalecom()
-    optimizer = hvd.DistributedOptimizer(
-        tf.keras.optimizers.legacy.SGD(0.1), compression=compression
-    )
-    layer, found = model.layers[1], []
-    for trainable in (True, False, True):
-        layer.trainable = trainable
-        fit(model, optimizer)
-        found.append((layer.kernel.numpy(), compression.state_dict()["residues"]["second/kernel"]))
-        assert trainable or compression.stats()["step"] == 12
-    (before, residue), (frozen, kept), (thawed, _) = found
-    assert residue.any()
-    np.testing.assert_array_equal(frozen, before)
-    np.testing.assert_array_equal(kept, residue)
-    assert not np.array_equal(thawed, before)
-    assert same_on_all_ranks(model.variables)
 
 
 def test_stats_count_what_is_sent(trained):

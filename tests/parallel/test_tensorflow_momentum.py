@@ -224,14 +224,9 @@ def told_of_momentum(caplog):
 OTHERS = [NEW.RMSprop, NEW.Nadam, LEGACY.Adamax, NEW.SGD, NEW.Adamax, LEGACY.Nadam]
 
 
-@pytest.mark.parametrize(
-    ("policy", "kinds"),
-    [
-        ("float32", [NEW.RMSprop]),
-        pytest.param("mixed_float16", OTHERS, marks=pytest.mark.long),
-    ],
-)
-def test_other_optimizers_and_policies(policy, kinds, caplog):
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_other_optimizers_and_policies(policy, caplog):
     """RMSprop's momentum is not linear in gradients, so it stays, and the log says so once."""
     momentum._warn_of_unknown.cache_clear()
 
@@ -240,7 +235,7 @@ def test_other_optimizers_and_policies(policy, kinds, caplog):
 
     tf.keras.mixed_precision.set_global_policy(policy)
     try:
-        for kind in kinds:
+        for kind in OTHERS:
             inner = kind(1e-3, **({"momentum": 0.5} if kind is NEW.RMSprop else {}))
             model, compression = net(), hvd.ScaleCom(rate=20, bits=32, loss_scale=scale)
             optimizer = hvd.DistributedOptimizer(inner, compression=compression)

@@ -18,12 +18,9 @@ def test_parity(settings):
     assert len(compressor.exchanges()[0].buckets) >= 4 or "leader" not in settings
 
 
-@pytest.mark.parametrize("lookahead", [pytest.param(False, marks=pytest.mark.long), True])
-@pytest.mark.parametrize(
-    "settings",
-    [pytest.param({"rate": 300}, marks=pytest.mark.long), {"rate": 8, "bits": 3}],
-    ids=str,
-)
+@pytest.mark.long
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("settings", [{"rate": 300}, {"rate": 8, "bits": 3}], ids=str)
 def test_plain_operations(settings, lookahead, monkeypatch):
     monkeypatch.setenv("SCALECOM_KERNEL", "tensorflow")
     run_against_reference(**settings, beta=0.3, lookahead=lookahead)

@@ -372,14 +372,6 @@ def test_sparse_gradients_stay_local():
     assert same_on_all_ranks(embedding.parameters())
 
 
-def test_groups():
-    model = begin()
-    groups = [[model["first"], model["second"]], [model["third"], model["bias"]]]
-    optimizer, compressor = make(model, local_steps=2, groups=groups)
-    take_steps(optimizer, model, range(2))
-    assert compressor.residues.buckets[0] == ["first", "second"]
-
-
 @horovods_alone
 @pytest.mark.parametrize(
     "members", [[0], pytest.param([0, 1], marks=pytest.mark.skipif("hvd.size() < 3"))]

@@ -17,7 +17,6 @@ from models import (
     make_model,
     same_on_all_ranks,
     take,
-    through_a_file,
 )
 from oracles import momentum as oracle
 
@@ -127,21 +126,6 @@ def test_a_step_that_fails_leaves_no_trace(library):
             expected.steps.count += 1
         take(model, wrapped, step)
         expected.check()
-
-
-@in_every_library
-def test_a_run_that_goes_on_is_one_that_never_stopped(library):
-    model, wrapped, method = make(library, "adamw", nu=None)
-    for step in range(6):
-        take(model, wrapped, step)
-        if step == 2:
-            saved = through_a_file([own.state_dict() for own in (model, wrapped, method)])
-    again = make(library, "adamw", nu=None)
-    for one, state in zip(again, saved, strict=True):
-        one.load_state_dict(state)
-    for step in range(3, 6):
-        take(*again[:2], step)
-    assert all(map(torch.equal, model.parameters(), again[0].parameters()))
 
 
 def test_local_steps_leave_the_optimizer_as_it_is():

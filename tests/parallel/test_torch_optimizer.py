@@ -402,18 +402,13 @@ def test_nameless_collectives_between_backward_and_step(mode):
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    "library",
-    [hvd, pytest.param(stock, marks=pytest.mark.long)],
-    ids=["drop-in", "stock"],
-)
-def test_residues_that_keep_growing_are_reported_once(library, caplog):
+def test_residues_that_keep_growing_are_reported_once(caplog):
     """A gradient never changes, at a rate of 400.
 
     After 200 steps most elements have never been sent.
     """
     model = parameters({"weight": (100, 100)})
-    optimizer, compressor = wrap(library, model, lr=0.1, rate=400, total_steps=310)
+    optimizer, compressor = wrap(hvd, model, lr=0.1, rate=400, total_steps=310)
     for _ in range(310):
         optimizer.zero_grad()
         feed(model, {"weight": torch.ones(100, 100)})
