@@ -4,28 +4,23 @@
     python scripts/study/accuracy.py --quick       one seed and shorter runs, a few minutes
     python scripts/study/accuracy.py --only group --seeds 1,2
 
-Every finished run leaves a JSON file in --output, and a second call makes only the missing runs.
-This script starts itself under mpirun or torchrun. The ranks then make all runs of one training
-script (train_image.py, train_char_lm.py, train_keras.py), one after the other, by its `train`.
+Every finished run leaves a JSON file in --output, and a second call makes only the missing runs. A
+run is one start of a training script (train_image.py, train_char_lm.py, train_keras.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
 import json
-import os
+import runpy
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))  # what ranks train
 
 import launch
 
@@ -44,6 +39,7 @@ QUICK_STEPS = {"digits": 400, "group": 300, "lstm": 300, "keras": 400}
 SCALECOM = ("--compression", "scalecom")
 PAPER = (*SCALECOM, "--rate", "100", "--bits", "32")
 DENSE = ("--compression", "none")
+WITHOUT_RESIDUES = "--without-residues"
 
 
 @dataclass(frozen=True)
@@ -100,16 +96,11 @@ def main() -> None:
     args = argument_parser().parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     runs = planned_runs(args)
-    if args.as_rank:
-        script, launcher = args.as_rank
-        mine = [run for run in runs if (run.script, run.launcher) == (script, launcher)]
-        train_all(script, mine, args.output)
-        return
     missing = [run for run in runs if finished(run, args.output) is None]
-    if missing:
-        print(f"{len(missing)} of {len(runs)} runs to do; results in {args.output}", flush=True)
-        for script, launcher in dict.fromkeys((run.script, run.launcher) for run in missing):
-            start_ranks(args, script, launcher)
+    for number, run in enumerate(missing, start=1):
+        what = f"{run.experiment}: {run.method}, seed {run.seed}"
+        print(f"[{number}/{len(missing)}] {what}; results in {args.output}", flush=True)
+        train(run, args)
     print(table(runs, args.output))
     found = json.dumps(summary(runs, args.output), indent=1)
     (args.output / "summary.json").write_text(f"{found}\n")
@@ -142,44 +133,23 @@ def finished(run: Run, folder: Path) -> dict[str, Any] | None:
     return stored if stored["options"] == list(run.options) else None
 
 
-def start_ranks(args: argparse.Namespace, script: str, launcher: str) -> None:
-    """Run this script again as ranks. Their progress bar and errors go directly to the terminal."""
-    program = [str(Path(__file__).resolve()), *sys.argv[1:], "--as-rank", script, launcher]
-    command = launch.command(launcher, args.ranks, program)
+def train(run: Run, args: argparse.Namespace) -> None:
+    """Make a run. The ranks' progress bar and errors go directly to the terminal."""
+    script = Path(__file__).resolve().parents[1] / "examples" / f"{run.script}.py"
+    metrics = args.output / f"{run.name}.jsonl"
+    metrics.unlink(missing_ok=True)
+    program = [*[__file__, WITHOUT_RESIDUES] * run.forget, str(script), *run.options]
+    command = launch.command(run.launcher, args.ranks, [*program, "--metrics", str(metrics)])
     returncode = subprocess.run(command, env=launch.environment()).returncode
     if returncode != 0:
         failed = f"a run failed with exit status {returncode}"
         sys.exit(f"{failed}; finished runs are kept, and a second call goes on from there")
+    result = json.loads(metrics.read_text().splitlines()[-1])
+    found = json.dumps(asdict(run) | {"result": result}, indent=1)
+    (args.output / f"{run.name}.json").write_text(f"{found}\n")
 
 
-# what ranks do
-
-
-def train_all(script: str, runs: list[Run], folder: Path) -> None:
-    """Make the script's missing runs, in the same order on all ranks."""
-    module = importlib.import_module(script)
-    hvd = module.hvd
-    module.start()
-    # Rank 0 decides what is missing: it is the rank that writes, and others may look a moment
-    # later.
-    missing = [run for run in runs if finished(run, folder) is None]
-    missing = hvd.broadcast_object(missing, root_rank=0, name="missing")
-    for number, run in enumerate(missing, start=1):
-        if hvd.rank() == 0:
-            what = f"{run.experiment}: {run.method}, seed {run.seed}"
-            print(f"[{number}/{len(missing)}] {what}", file=sys.stderr, flush=True)
-        args = module.argument_parser().parse_args(run.options)
-        with residues_thrown_away() if run.forget else contextlib.nullcontext():
-            result = module.train(args)
-        if hvd.rank() == 0:
-            part = folder / f"{run.name}.json.part"
-            part.write_text(json.dumps(asdict(run) | {"result": result}, indent=1) + "\n")
-            os.replace(part, folder / f"{run.name}.json")
-    hvd.shutdown()
-
-
-@contextlib.contextmanager
-def residues_thrown_away() -> Iterator[None]:
+def train_without_residues(script: str) -> None:
     """As a control, lose what a step does not send, like a compressor without residues."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -188,11 +158,10 @@ def residues_thrown_away() -> Iterator[None]:
             for tensor in optimizer.compression.residues.tensors.values():
                 tensor.residue.zero_()
 
-    hook = register_optimizer_step_post_hook(forget)
-    try:
-        yield
-    finally:
-        hook.remove()
+    register_optimizer_step_post_hook(forget)
+    del sys.argv[:2]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
 
 
 # reporting
@@ -263,9 +232,11 @@ def argument_parser() -> argparse.ArgumentParser:
     only = "repeatable; default: all"
     add("--only", action="append", choices=sorted(EXPERIMENTS), help=only)
     add("--ranks", type=int, default=4, help="default: %(default)s")
-    add("--as-rank", nargs=2, help=argparse.SUPPRESS)
     return parser
 
 
 if __name__ == "__main__":
-    main()
+    if WITHOUT_RESIDUES in sys.argv[1:2]:
+        train_without_residues(sys.argv[2])
+    else:
+        main()
