@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from oracles import methods as oracle
 from parallel.made_up import came_in, gradients
 
 from scalecom_hvd import ddp
@@ -281,14 +280,6 @@ def test_scalecom_is_that_of_the_reference(n, fields, on_threads, monkeypatch):
     check(ranks, errors, ScaleComReference(n, shapes_of(ranks[0]), ranks[0].method.config))
     # Integers share no bucket with tensors that are sent whole.
     assert len(ranks[0].method.residues.buckets) == (2 if "bucket_bytes" not in fields else 3)
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_local_top_k_is_that_of_its_oracle(n):
-    ranks, errors = train(n, twenty_steps, LocalTopK, beta=1.0, bucket_bytes=5000)
-    config, send = ranks[0].method.config, oracle.local_topk
-    check(ranks, errors, oracle.MethodReference(n, shapes_of(ranks[0]), config, send))
-    assert ranks[0].method.residues.tensors.keys() == {"0.weight", "2.weight"}
 
 
 @pytest.mark.parametrize("fields", [{}, {"quantiser": QSGD()}], ids=str)
