@@ -79,6 +79,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lora", action="store_true")
     options = parser.parse_args()
+    if options.steps < 20:
+        parser.error("--steps must be at least 20: the learning rate rises in a tenth of them")
 
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
