@@ -71,15 +71,6 @@ def test_a_rank_that_does_not_write_asks_nothing(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_cannot_be_written_stops_no_training(tmp_path, caplog):
-    (tmp_path / "file").write_text("")
-    monitor = Monitor(Source(), every=1, tensorboard=tmp_path / "file")
-    monitor.step()
-    monitor.step()
-    assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith(f"{tmp_path / 'file'} cannot be written, so nothing more")
-
-
 @pytest.mark.parametrize(
     ("source", "every", "error", "words"),
     [
