@@ -75,6 +75,9 @@ SAME = {
     "ScaleCom cyclic": "ScaleCom",
     "the defaults": "ScaleCom",
     "local top-k, rate 100": "local top-k",
+    "DDP, dense": "dense",
+    "DDP's fp16 hook": "fp16",
+    "PowerSGD, rank 2": "PowerSGD",
 }
 # The parts of a step.
 PARTS = {

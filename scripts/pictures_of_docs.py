@@ -108,11 +108,10 @@ def race() -> Any:
         by_way.setdefault(row["way"], []).append((float(row["seconds"]), float(row["loss"])))
     speeds = {"100": "100 Mbit/s", "1000": "1 Gbit/s", "10000": "10 Gbit/s"}
     figure, axes = plt.subplots(1, 3, figsize=(WIDTH, 2.9), layout="constrained", sharey=True)
-    own = {"DDP, dense": "dense", "DDP's fp16 hook": "fp16", "PowerSGD, rank 2": "PowerSGD"}
-    looks = pictures.marks(own.get(way, way) for way in RACED)
+    marks = pictures.marks(RACED)
     for axis, (mbit, title) in zip(axes, speeds.items(), strict=True):
         for way, label in RACED.items():
-            mark = looks[own.get(way, way)].curve(label=label, markevery=10, markersize=4)
+            mark = marks[way].curve(label=label, markevery=10, markersize=4)
             axis.plot(*zip(*curves[mbit][way], strict=True), **mark)
         last = curves[mbit]["DDP, dense"][-1][1]
         axis.axhline(last, color=GREY, linewidth=0.8)

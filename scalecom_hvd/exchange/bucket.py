@@ -107,7 +107,7 @@ class Bucket:
         self.choices = Choices(by_name, self.layout, self._device)
         self._n_flags = len(names) * has_flags + has_vote
         lengths = self.layout.n_values, self._n_flags
-        self.values: Values | IntegerValues | ValuesInPlace
+        self.values: Values | IntegerValues
         if in_place:
             self.values = ValuesInPlace(self._n_flags, dense, self._dense_dtype, self._device)
         elif self.levels:
@@ -141,7 +141,7 @@ class Bucket:
         self._grad_dtypes = dtypes
 
     @functools.cached_property
-    def whole_values(self) -> Values | IntegerValues | ValuesInPlace:
+    def whole_values(self) -> Values | IntegerValues:
         """The buffer of steps that are sent whole."""
         if not self.tensors:
             return self.values
@@ -158,7 +158,7 @@ class Bucket:
 
     def averages(self, offsets: torch.Tensor) -> torch.Tensor:
         """The averages (k,) of values that were taken at these offsets, once they have arrived."""
-        if not isinstance(self.values, IntegerValues):
+        if isinstance(self.values, Values):
             return self.values.averages
         averages = self.values.averages_of(self.slots, offsets, self.share)
         if averages is None:

@@ -30,13 +30,7 @@ from scalecom_hvd.exchange.devices import on_host
 from scalecom_hvd.exchange.gradients import check_sizes
 from scalecom_hvd.exchange.kernels.base import Count, Kernel, Wire, positions_of
 from scalecom_hvd.exchange.kernels.native_kernel import NativeKernel
-from scalecom_hvd.exchange.values import (
-    IntegerValues,
-    Values,
-    ValuesInPlace,
-    norm,
-    norms_of,
-)
+from scalecom_hvd.exchange.values import IntegerValues, Values, norm, norms_of
 
 Places = torch.Tensor | slice
 """Flat positions in a bucket's accumulators: an index tensor without repeats, or slice(None)."""
@@ -96,7 +90,7 @@ class BucketStep:
         self._job: Job | None = None
         self._apart: Accumulators | None = None
         self._received: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._reduced: Values | IntegerValues | ValuesInPlace | None = None
+        self._reduced: Values | IntegerValues | None = None
         self._averaged: torch.Tensor | None = None
         self._taken_at: torch.Tensor | None = None
         own = self._own_grads
@@ -316,18 +310,15 @@ class BucketStep:
         if self.tensors and not (self.whole or self._in_place):
             self._accumulated()  # a method may have asked for nothing
         values = self._bucket.whole_values if self.whole else self._bucket.values
-        self._averaged = values.fill(self.grads)
+        filled, *apart = values.fill(self.grads)
         if self._used is not None:
             values.flags[: len(self.names)] = self._used
         if self._vote is not None:
             values.flags[-1] = self._vote
         values.buffer[-1] = self.bad != 0
-        self._reduced = values
-        if isinstance(values, ValuesInPlace):
-            return [self._averaged, *([values.buffer] if len(values.flags) else [])]
         skipped = 0 if self.whole or self._in_place else values.averages.numel()
-        self._averaged = self._averaged[skipped:]
-        return [self._averaged]
+        self._reduced, self._averaged = values, filled[skipped:]
+        return [self._averaged, *apart]
 
     @property
     def values_bytes(self) -> int:

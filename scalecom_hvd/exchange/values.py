@@ -47,18 +47,18 @@ class Values:
         all_whole, self.flags = self.buffer[n_values:-1].split([n_whole, n_flags])
         self.whole = dict(zip(whole, all_whole.split(sizes), strict=True))
 
-    def fill(self, grads: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Copy in the values and the tensors sent whole. Returns the buffer.
+    def fill(self, grads: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Copy in the values and the tensors sent whole. Returns what is all-reduced: the buffer.
 
         If something in the latter is not finite, the average is not finite either.
         """
         self.averages.copy_(self.compressed)
         if self.whole:
             torch._foreach_copy_(list(self.whole.values()), [grads[name] for name in self.whole])
-        return self.buffer
+        return [self.buffer]
 
 
-class ValuesInPlace:
+class ValuesInPlace(Values):
     """Gradients that are averaged in their own memory, which spares two copies of them.
 
     They lie side by side there, as in DDP's buckets. If they do not, they are copied.
@@ -67,8 +67,7 @@ class ValuesInPlace:
         n_flags, whole, dtype, device: as in `Values`. All tensors have this dtype.
 
     Attributes:
-        buffer: [flags | one count], which travels apart. The count stays zero.
-        averages, compressed, flags: as in `Values`. The first two are empty.
+        buffer: [flags | one count], which travels apart if there are flags. The count stays zero.
         whole: {name: (N,)} of the averages, where they travel.
     """
 
@@ -79,19 +78,16 @@ class ValuesInPlace:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.buffer = torch.zeros(n_flags + 1, dtype=dtype, device=device)
-        self.averages = self.compressed = self.buffer[:0]
-        self.flags = self.buffer[:-1]
-        self.whole: dict[str, torch.Tensor] = dict(whole)
+        super().__init__(0, n_flags, {}, dtype, device)
+        self.whole = dict(whole)
 
-    def fill(self, grads: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The memory in which the gradients are averaged, (N,)."""
+    def fill(self, grads: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The memory in which the gradients are averaged, (N,), and the buffer."""
         own = [grads[name] for name in self.whole]
         joined = _joined(own)
-        self.whole = dict(
-            zip(self.whole, joined.split([grad.numel() for grad in own]), strict=True)
-        )
-        return joined
+        parts = joined.split([grad.numel() for grad in own])
+        self.whole = dict(zip(self.whole, parts, strict=True))
+        return [joined, self.buffer] if len(self.flags) else [joined]
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -146,18 +142,18 @@ class IntegerValues:
         fields = torch.arange(self._fields, dtype=torch.int32, device=device)
         self._shifts = (self._bits * fields)[:, None]
 
-    def fill(self, grads: object) -> torch.Tensor:
-        """Pack this rank's integers into words. Returns the buffer."""
+    def fill(self, grads: object) -> list[torch.Tensor]:
+        """Pack this rank's integers into words. Returns what is all-reduced: the buffer."""
         if self._library is not None:
             layout = len(self.averages), self._fields, self._bits, self._levels
             own, words = self._padded.data_ptr(), self.averages.data_ptr()
             self._library.scalecom_pack(own, *layout, words)
-            return self.buffer
+            return [self.buffer]
         # All fields are packed in a few launches: on an accelerator, launches take the time.
         fields = self._sums.view(self._fields, -1).copy_(self._padded.view(self._fields, -1))
         fields.add_(self._levels).bitwise_left_shift_(self._shifts)
         torch.sum(fields, 0, dtype=torch.int32, out=self.averages)
-        return self.buffer
+        return [self.buffer]
 
     def averages_of(
         self, slots: Sequence[TensorSlot], offsets: torch.Tensor, share: float
