@@ -4,7 +4,7 @@
 framework: only the hyper-parameters, which are the same for all of them.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 from scalecom_hvd.config import ScaleComConfig  # rooms below ask for the version
 

@@ -74,7 +74,13 @@ def test_two_workers_die_and_another_one_comes(plan, monkeypatch):
 def test_torchrun_starts_workers_again(optimizer, rounds, point):
     """One worker dies, and all workers resume from their own checkpoints."""
     plan, fault = Plan("torchrun", optimizer, soak.COMPRESSED, rounds), f"die {point}"
-    count, complaints, diaries = soak.watch(plan, 2, random.Random(0), lambda job: [fault])
+
+    def after_both_saved(job):
+        saved = lambda: {path.name[:12] for path in job.folder.glob("checkpoint-*.pt")}
+        job.wait_until(lambda: len(saved()) == 2, "nothing was saved")
+        yield fault
+
+    count, complaints, diaries = soak.watch(plan, 2, random.Random(0), after_both_saved)
     assert not complaints, "\n".join(complaints)
     assert count[fault] == 1
     assert count[soak.COMPARED] > 1
