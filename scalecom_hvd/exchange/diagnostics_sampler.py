@@ -1,10 +1,8 @@
 """What diagnostics see of a step: numbers of the sampled elements, before the step and after it.
 
 Before the step these are residues and accumulators; after it, the average and the new residues.
-This works for every method, because a bucket is looked at from outside: once when its gradients are
-here and nothing has moved yet, and once when all averages are out. Then ranks gather what each of
-them saw, and all compute the same numbers. The exchange calls this only in steps that are due.
-Nothing here changes a bucket.
+This works for every method, because a bucket is looked at from outside, and nothing here changes
+it. Ranks gather what each of them saw, and all compute the same numbers.
 """
 
 from __future__ import annotations
@@ -28,18 +26,12 @@ class Sampler:
     """Looks at one optimizer's steps on this rank.
 
     Args:
-        diagnostics: says which steps and how much of the model to look at, and where the numbers
-            go.
-
-    Attributes:
-        every: steps 0, every, 2 every, ... are looked at.
-        last: the numbers of the last look, and its step. None: there was no look yet.
-        seen: the step that ranks must still compare. None: there is none.
+        diagnostics: which steps and how much of the model to look at, and where the numbers go.
     """
 
     def __init__(self, diagnostics: Diagnostics) -> None:
-        self.last: Numbers | None = None
-        self.seen: int | None = None
+        self.last: Numbers | None = None  # of the last look, with its step
+        self.seen: int | None = None  # the step that ranks must still compare
         self.every, self._sample = diagnostics.every, diagnostics.sample
         self._files = Files("diagnostics", diagnostics.csv, diagnostics.tensorboard)
         # {name: (m, acc)} before the step, in the residue's units.
@@ -82,12 +74,7 @@ class Sampler:
                 # What sends nothing shows as zeros.
                 self._columns[name] = tuple(map(torch.zeros_like, column)) if frozen else column
 
-    def due(self) -> int | None:
-        """The step that ranks must still compare. From now on there is none."""
-        step, self.seen = self.seen, None
-        return step
-
-    def look(self, step: int, collectives: Collectives, name: str) -> None:
+    def look(self, collectives: Collectives, name: str) -> None:
         """Let ranks compare what they saw of a step that is over.
 
         All ranks call this, so they may wait for each other. If a part of the step was skipped, all
@@ -106,7 +93,7 @@ class Sampler:
         residues, accumulators, shares = np.split(everyone.numpy(), ends, axis=1)
         pieces = list(self._pieces.values())
         numbers = look(residues, accumulators, average.numpy(), shares[:, 0], pieces)
-        self.last = {"step": step} | numbers
+        self.last = {"step": self.seen} | numbers
         if collectives.position == 0:
-            log.info("diagnostics of step %d: %s", step, numbers)
-            self._files.write(numbers, step)
+            log.info("diagnostics of step %d: %s", self.seen, numbers)
+            self._files.write(numbers, self.seen)

@@ -217,22 +217,20 @@ class Exchange(Averager):
         return sampler is not None and self.residues.step % sampler.every == 0
 
     def look(self, all_are_here: bool = True) -> None:
-        """Let ranks compare what they saw of the step that `finish` ended, if that is due.
-
-        all_are_here: whether all ranks call this. If not, nothing is compared.
-        """
-        step = None if self._sampler is None else self._sampler.due()
-        if step is not None and all_are_here:
+        """If it is due, compare what ranks saw of the step that ended, if `all_are_here`."""
+        if self._sampler is None or self._sampler.seen is None:
+            return
+        if all_are_here:
             with self.entered():
-                self._sampler.look(step, self.collectives, self.names("diagnostics"))
+                self._sampler.look(self.collectives, self.names("diagnostics"))
+        self._sampler.seen = None
 
     def send(self) -> None:
         """Send all that was reported, for callers that take long between `ready` and `finish`.
 
-        All ranks make this call. At the first step, ranks agree here. From then on, no rank waits
-        for another rank's script. Collectives that depend on what other ranks send are submitted on
-        the background thread. This also holds if a script drops its optimizer meanwhile, which
-        ranks may do at different times. The call raises what `finish` raises.
+        All ranks make this call. At the first step, they agree here. From then on, no rank waits
+        for another rank's script, even one that drops its optimizer: the background thread submits
+        what depends on other ranks. Raises what `finish` raises.
         """
         with self.entered(joins=False):  # `finish` joins
             if not self.agreed:
@@ -258,7 +256,7 @@ class Exchange(Averager):
             self._waves = Waves([], [], self._bucket_step)
             self.agreed = False
             if self._sampler is not None:
-                self._sampler.due()
+                self._sampler.seen = None
             self._copies.forget()
 
     @property
@@ -272,10 +270,9 @@ class Exchange(Averager):
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients must stay what they were when they were reported, until `finish`.
+        """Whether gradients must stay as reported until `finish`; waits for the loss scale.
 
-        Their buckets may have begun, or the loss scale that they carry was read. The host waits for
-        the scale.
+        Their buckets may have begun, or the loss scale that they carry was read.
         """
         scaled = not self._whole and self._unscaling is not None and self._unscaling.now() != 1
         return self.agreed or scaled
@@ -296,10 +293,7 @@ class Exchange(Averager):
                 self.ready(name, flat, trained)
 
     def complete_collectives(self, alike: bool) -> None:
-        """Complete all collectives of a step that all ranks give up.
-
-        alike: whether all ranks have begun the step. If not, some rank has forgotten it.
-        """
+        """Complete all collectives of a step that all ranks give up, if all have begun it alike."""
         if not alike:
             return
         for name in self._like.keys() - self._arrived.keys() - self._elsewhere:
@@ -307,10 +301,7 @@ class Exchange(Averager):
         self._waves.complete(self._waves.all)
 
     def keep_gradients(self) -> None:
-        """Undo the moves of a step whose gradients were changed, perhaps unnoticed, on their way.
-
-        Residues then hold what the gradients were, so nothing is lost.
-        """
+        """Undo the moves of a step, with gradients as they were before a script changed them."""
         for progress in self._waves.all:
             if progress.step is not None:
                 progress.step.roll_back(keep_gradients=True)
@@ -354,10 +345,7 @@ class Exchange(Averager):
         self._waves.advance(self._part())
 
     def _go_on(self) -> bool:
-        """Let every bucket go on, on the background thread.
-
-        Returns whether some bucket has more to submit, so that it is worth looking again soon.
-        """
+        """On the background thread, let buckets go on. Returns whether some have more to submit."""
         if not self._lock.acquire(blocking=False):
             # A hook holds the lock only for a moment. `_finish` holds it until the step's end.
             return not self._finishing
@@ -531,10 +519,7 @@ class Exchange(Averager):
     # The agreement, once, at the end of the first backward.
 
     def _agree(self) -> None:
-        """Compare what all ranks were started with, and agree on buckets, names and the step.
-
-        If something differs, RuntimeError is raised on every rank.
-        """
+        """Agree on buckets, names and the step, or raise RuntimeError on every rank."""
         residues, groups = self.residues, self._options.groups
         everyone = self._method.run.agree(
             self._like,

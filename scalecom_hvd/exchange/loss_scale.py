@@ -26,10 +26,6 @@ class LossScale:
     """
 
     def __init__(self, given: object) -> None:
-        self.give(given)
-
-    def give(self, given: object) -> None:
-        """From now on, this is the loss scale. Raises as the constructor does."""
         if given is not None and not callable(getattr(given, "get_scale", given)):
             raise TypeError(
                 "loss_scale must be a GradScaler or a callable that gives the current scale, not "

@@ -171,7 +171,7 @@ class Method:
 
     @loss_scale.setter
     def loss_scale(self, loss_scale: Any) -> None:
-        self.scaling.give(loss_scale)
+        self.scaling = LossScale(loss_scale)
 
     def settle(self, every_step: bool) -> None:
         """Settle what the settings leave open.
