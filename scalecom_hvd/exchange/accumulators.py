@@ -1,7 +1,6 @@
-"""Moves on accumulators, acc = m + g: the algorithm as the paper writes it.
+"""Moves on accumulators, acc = m + g, for methods that send any values at any indices.
 
-They serve methods that send any values at any indices. They are simple rather than fast, and use
-two tensors as large as the bucket.
+They are simple rather than fast, and use two tensors as large as the bucket.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ class Accumulators:
         self._chooser: Kernel | None = None
 
     def begin(self, grads: Sequence[torch.Tensor], scale: float, frozen: Sequence[bool]) -> Count:
-        """acc <- m + scale*g; zero for frozen tensors.
-
-        Returns how many elements of g are bad. Bad elements count as zero.
-        """
+        """acc <- m + scale*g, or 0 where frozen. Returns how many g are bad, and count as 0."""
         self.average.zero_()
         bad: Count = 0
         for tensor, grad, is_frozen, own in zip(
@@ -65,10 +61,7 @@ class Accumulators:
         self._chooser.release()
 
     def commit(self, grads: Sequence[torch.Tensor], scale: float, stay: Sequence[bool]) -> None:
-        """m <- (1 - beta)*m + beta*(acc - sent), and g <- the average, in the gradients' units.
-
-        stay: which residues stay as they are.
-        """
+        """m <- (1 - beta)*m + beta*(acc - sent) unless it stays; g <- the average, in g's units."""
         for tensor, own, average, stays, grad in zip(
             self._tensors, self.parts, self.averages, stay, grads, strict=True
         ):

@@ -1,12 +1,10 @@
 """A thread that works while backward runs: it runs kernels that need no Python, and it waits.
 
-An exchange runs its kernels on such a thread. After every kernel, the thread lets the exchange go
-on. Gradients arrive in bursts, and between two bursts backward may compute for long without calling
-a hook. What has become possible meanwhile (a kernel is done, or offsets have arrived) must not wait
-for the next gradient. DDP's hook uses such a thread to wait for other ranks.
-
-A script may drop an owner that must still submit something for which other ranks wait. The thread
-keeps such an owner alive until this is done. Imports nothing of this package.
+After every kernel, the thread lets the exchange go on. Between two bursts of gradients, backward
+may compute for long without calling a hook, and what has become possible meanwhile must not wait.
+DDP's hook uses such a thread to wait for other ranks. If a script drops an owner that must still
+submit something, the thread keeps the owner alive until this is done. Imports nothing of this
+package.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ SECONDS_TO_END = 2  # to wait for what is on its way when the process ends
 def _end_threads() -> None:
     """When the process ends, let threads finish, but wait for no other rank.
 
-    A thread may be the last that has an owner, and then destroys the owner's process groups. Python
-    ends a daemon at once, and C++ calls abort() if this happens in a destructor.
+    Python ends a daemon thread at once. If it is then destroying an owner's process groups, C++
+    calls abort().
     """
     given_up = time.monotonic() + SECONDS_TO_END
     wait_for_kept(given_up)
@@ -67,12 +65,8 @@ class Job(Future):
 class BackgroundThread:
     """One thread, started when it is first needed. It ends with its owner.
 
-    A second thread would not make kernels faster, because memory is the limit.
-
-    Args:
-        owner: the thread's owner.
-        go_on: a method of the owner. It is called after every job, and again every POLL_SECONDS as
-            long as it returns True. None: there is nothing to do besides jobs.
+    `go_on`, a method of the owner, is called after every job, and again every POLL_SECONDS as long
+    as it returns True. A second thread would not make kernels faster, because memory is the limit.
     """
 
     def __init__(self, owner: object, go_on: Callable[[], bool] | None = None) -> None:

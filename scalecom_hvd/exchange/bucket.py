@@ -1,8 +1,7 @@
 """A bucket: tensors that share collectives, with the buffers and kernels that they use.
 
-It is made once per plan. What lives for one step is in bucket_step.py. Buffers are made once,
-because the allocator could return the script's memory to the system and fetch it again (0.1 of a
-step's time).
+It is made once per plan, and what lives for one step is in bucket_step.py. If buffers were made
+anew, the allocator might return memory to the system and fetch it again (0.1 of a step's time).
 """
 
 from __future__ import annotations
@@ -43,17 +42,11 @@ class Bucket:
         in_place: whether the gradients are averaged in their own memory, if they are side by side.
 
     Attributes:
-        compressed: {name: CompressedTensor} of the tensors that send offsets and values.
-        geometries, counts: the lanes and the k of each compressed tensor.
-        in_place: see above.
-        sizes: how many elements each compressed tensor has.
-        slots: where each compressed tensor's choice and values are.
-        layout: where a choice and the values have what.
-        choices: the buffers of choices.
-        values: the buffer that is all-reduced.
+        compressed: {name: CompressedTensor}, and `tensors` in a list. All have the same `beta`,
+            `extra`, `levels` and `residue_dtype`, in which values travel unless they are integers.
+        geometries, counts, sizes, slots: each one's lanes, k, N, and place in the buffers.
+        layout, choices, values: where what is, the buffers of choices, and what is all-reduced.
         kernels: the kernels, each with the positions of its tensors among `compressed`.
-        beta, extra, levels: of the compressed tensors, which all have the same.
-        residue_dtype: of all residues. Values travel in it, unless they are integers.
     """
 
     def __init__(

@@ -35,18 +35,17 @@ def plan_buckets(
 ) -> list[list[str]]:
     """Decide which tensors each bucket holds, as names per bucket.
 
-    If groups were asked for, they become the buckets. Otherwise the buckets of a loaded state are
-    kept if they still fit. Otherwise tensors are taken in the order of arrival, and cut where a
-    bucket is full. These buckets are sorted by when they are complete. On a channel, no bucket
-    begins before the one in front of it. Without sorting, the bucket of biases, which come from all
-    layers, would hold up all others until the end of backward.
+    The groups that were asked for become the buckets. Otherwise those of a loaded state are kept if
+    they still fit. Otherwise tensors are taken in the order of arrival, cut where a bucket is full,
+    and sorted by when the bucket is complete. On a channel, no bucket begins before the one in
+    front of it, so without sorting, the bucket of biases, which come from all layers, would hold up
+    all others.
 
     Args:
         parameters: {name: parameter} of all trained parameters, in the model's order.
         residues: the residues of the compressed tensors.
         arrived: names in the order in which gradients arrived on rank 0. Other names come last.
-        groups: the groups that were asked for.
-        loaded: the buckets of a loaded state.
+        groups, loaded: the groups that were asked for, and the buckets of a loaded state.
         elsewhere: names of the tensors that are in no bucket, such as those with sparse gradients.
     """
 

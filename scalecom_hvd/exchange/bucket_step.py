@@ -1,8 +1,8 @@
 """One bucket, one step: its moves, and whether it counts.
 
-The exchange says when a step begins, and whether it counts. In between, a method (methods/) makes
-the moves: what it is given as `bucket` is a BucketStep. Nothing here communicates. A step that does
-not count is rolled back: residues become what they were, up to rounding.
+Between its begin and its end, which the exchange decides, a method (methods/) makes the moves of a
+BucketStep, its `bucket`. Nothing here communicates. If the step does not count, it is rolled back:
+residues become what they were, up to rounding.
 
 Moves come in two forms, and a method uses one of them. `select` and `take_and_accumulate` work in
 place on the residues, with kernels that fuse what they do. They serve offsets that are the same on
@@ -107,10 +107,9 @@ class BucketStep:
     # What a method asks for: moves in place.
 
     def new_offsets(self) -> torch.Tensor:
-        """A buffer of bytes for this step's choice in the lanes of all tensors.
+        """A buffer of bytes for this step's choice. Ranks that do not lead broadcast it, too.
 
-        Ranks that do not lead pass it to the broadcast. State may hold views of the last step's
-        buffer.
+        State may hold views of the last step's buffer.
         """
         self._has_chosen = True
         return self.choices.new()
@@ -187,9 +186,8 @@ class BucketStep:
     def accumulators(self) -> torch.Tensor:
         """acc = m + g of all compressed tensors, one after the other, (N,) float32 or float64.
 
-        For a frozen tensor acc is zero. `send` subtracts what was sent. A method may add something
-        to acc before it chooses, such as momentum. The part of it that is not sent enters the
-        residue, times beta.
+        For a frozen tensor acc is zero. `send` subtracts what was sent. A method may add something,
+        such as momentum, before it chooses. What is not sent of it enters the residue, times beta.
         """
         return self._accumulated().flat
 
@@ -208,8 +206,8 @@ class BucketStep:
     def sendable(self, places: Places) -> torch.Tensor:
         """The values that this worker should send at these indices, as a new tensor.
 
-        They are the accumulators there. With config.flush they also include all that waited,
-        wherever the gradient does not point the other way.
+        They are the accumulators there and, with config.flush, more of what waited, wherever the
+        gradient does not point the other way.
         """
         values = self.accumulators[places].clone()
         if self._bucket.extra:
@@ -304,7 +302,6 @@ class BucketStep:
     def fill(self) -> list[torch.Tensor]:
         """What is all-reduced besides the method's own collectives.
 
-        This is the values buffer, completed with the tensors sent whole, the flags and the count.
         If gradients are averaged in their own memory, flags travel apart, after the gradients.
         """
         if self.tensors and not (self.whole or self._in_place):
@@ -332,22 +329,19 @@ class BucketStep:
 
     @property
     def flags(self) -> torch.Tensor | None:
-        """(number of tensors,): 0 for those that no rank uses, once all values have arrived.
-
-        It is the same on all ranks. None: ranks have not told.
-        """
+        """(number of tensors,): 0 for those that no rank uses. None: ranks do not tell."""
         return None if self._used is None else self._reduced.flags[: len(self.names)]
 
     def votes(self) -> torch.Tensor:
-        """The sum of all ranks' votes, as a 0-dimensional tensor, once all values have arrived."""
+        """The sum of all ranks' votes, (), once all values have arrived."""
         total = self._reduced.flags[-1]
         return total / self._bucket.share if total.is_floating_point() else total
 
     def check(self) -> None:
         """Set `sound`, when the averages have arrived: whether the step counts, on all ranks alike.
 
-        It counts if all workers' gradients are finite, and all averages are finite in the
-        gradients' dtype. The host does not wait for its device.
+        It counts if all gradients are finite, and all averages are in the gradients' dtype. No host
+        waits.
         """
         averages = [self._averaged]
         if self._received is not None and self._bucket.levels:
@@ -394,7 +388,7 @@ class BucketStep:
     # How it ends.
 
     def commit(self, unused: Collection[str] = ()) -> None:
-        """Commit the step: gradients become averages, and residues keep what was not sent.
+        """Gradients become averages, and residues keep what was not sent.
 
         unused: names of tensors that no rank uses: their residues become what they were before the
         step, up to rounding, and their averages zero.
@@ -429,15 +423,15 @@ class BucketStep:
                 kernel.scatter([own[i] for i in members], offsets, averages)
 
     def spoil(self) -> None:
-        """Make every gradient NaN. This shows on all ranks that the step does not count."""
+        """Make every gradient NaN: on all ranks, the step does not count."""
         for grad in self.grads.values():
             grad.fill_(float("nan"))
 
     def roll_back(self, keep_gradients: bool = False) -> None:
         """Undo this step's moves, unless the step is committed.
 
-        Set `keep_gradients` if gradients were changed since. Residues then keep the gradients from
-        before the change, so nothing is lost.
+        With `keep_gradients`, residues then keep the gradients from before a change, so nothing is
+        lost.
         """
         if self._job is not None:
             self._job.exception()  # wait for a move that is still running
@@ -446,7 +440,7 @@ class BucketStep:
                 kernel.roll_back(keep_gradients)
 
     def release(self) -> None:
-        """Release the gradients, because the step is over. Nothing can be rolled back any more."""
+        """Release the gradients. Nothing can be rolled back any more."""
         for kernel, _ in self._bucket.kernels:
             kernel.release()
 
@@ -456,13 +450,8 @@ def outcome(
 ) -> tuple[bool, set[str], int]:
     """What all ranks see alike of a step whose values have arrived.
 
-    Args:
-        steps: of all its buckets.
-        others: averages that travelled in another way.
-        has_votes: whether ranks have voted.
-
-    Returns:
-        Whether the step is sound, the names of tensors that no rank has used, and the votes' sum.
+    Returns whether it is sound in all its buckets, also in the `others`, averages that travelled in
+    another way; the names of tensors that no rank has used; and the sum of votes, if there are any.
     """
     sound = [step.sound for step in steps]
     sound += [values.isfinite().all() for values in others]

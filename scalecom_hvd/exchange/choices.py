@@ -16,13 +16,7 @@ Choice = Mapping[str, Mapping[str, torch.Tensor]]
 class Choices:
     """The buffers of a bucket's choices, made once.
 
-    There are two of them. State may hold views of the choice for the next step while this step's
-    choice is in use.
-
-    Args:
-        slots: {name: slot} of the bucket's compressed tensors.
-        layout: where a choice has what.
-        device: the buffers' device.
+    There are two: state may hold views of the next step's choice while this step's is in use.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""What uses an exchange: an optimizer, DDP's hook, sharded gradients, local steps.
-
-`Options` is what it says to the exchange once, and `Face` what the exchange asks of it.
-"""
+"""What uses an exchange: an optimizer, DDP's hook, sharded gradients, local steps."""
 
 from __future__ import annotations
 

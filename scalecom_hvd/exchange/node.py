@@ -25,18 +25,15 @@ class Node:
     """The ranks of this node. All of them end every step, and ask each other once per step.
 
     Args:
-        ranks: the collectives of this node's ranks, used for nothing else. Their `all_reduce` gives
-            sums.
-        everyone: the collectives of all ranks of all nodes, if a script may ask for averages at any
-            time. None: backward asks for them.
-        number: this node's number. It is the same on all ranks of the node, and differs from those
-            of other nodes that they are in. None: the next that this process has not used.
+        ranks: the node's ranks, for nothing else. Their `all_reduce` gives sums.
+        everyone: all ranks of all nodes, if a script may ask for averages at any time. None:
+            backward asks for them.
+        number: this node's number, the same on all its ranks. None: the next one not used.
 
     Attributes:
-        whole: {name: shape} of the tensors that the node's ranks share out. None: the shapes are
-            those of their parts.
+        whole: {name: shape} of the tensors that are shared out. None: there are only their parts.
         size: how many ranks the node has, and so how many shards every tensor has.
-        position: this rank's position in the node: which shard it holds.
+        position: which of these shards this rank holds.
         bytes_sent: the bytes that this rank has sent inside the node since this was set to 0.
     """
 
@@ -59,10 +56,7 @@ class Node:
 
     @contextlib.contextmanager
     def ending_a_step(self) -> Iterator[None]:
-        """Enclose the end of a step. If it fails, the other ranks are told, and fail too.
-
-        Without this, they would wait for ever for a rank that lost a peer.
-        """
+        """Enclose a step's end: if it fails, tell the others, who would wait for ever, to fail."""
         self._has_told = False
         try:
             yield
@@ -72,15 +66,9 @@ class Node:
             raise
 
     def counts(self, is_sound: bool, step: int, votes: int = 0) -> tuple[bool, int]:
-        """Whether the step is sound in all shards, so that it counts. Waits for all ranks.
+        """Whether the step is sound in all shards, so that it counts, and the largest vote.
 
-        Args:
-            is_sound: whether it is sound in this shard; the same on all peers.
-            step: the step's number.
-            votes: what this shard's ranks have told each other.
-
-        Returns:
-            Whether it counts, and the largest of all shards' votes.
+        Waits for all ranks. All peers must pass the same.
 
         Raises:
             CollectiveError: on all other ranks, if a rank of the node could not end the step.
@@ -100,35 +88,28 @@ class Node:
         return all(state == SOUND for state in states), max(voted)
 
     def _tell(self, state: int, step: int, votes: int = 0) -> torch.Tensor:
-        """(ranks, 3): the state, the step and the votes of every rank of the node.
-
-        A rank that gives up does not wait, because the others may be lost.
-        """
+        """(ranks, 3): the state, the step and the votes of every rank of the node."""
         self._has_told = True
         row = torch.tensor([state, step, votes], dtype=torch.int64, device="cpu")
         work = self._ranks.gather(row[None], self._name)
+        # A rank that gives up does not wait, because the others may be lost.
         return row[:0] if state == GAVE_UP else work.wait()
 
     def add_up(self, buffer: torch.Tensor, what: str) -> Work:
-        """Add up the buffers of all ranks of the node, in place.
+        """Add up the float32 or float64 buffers of all ranks of the node, in place.
 
-        All ranks call it, in the same order if their transport does not look at names.
-
-        This is an all-reduce instead of a reduce-scatter and an all-gather. It sends twice as much,
-        but over fast links. It needs no buffer in the order of shards, and is quicker over Gloo.
-
-        Args:
-            buffer: float32 or float64.
-            what: a name that no other sum under way has.
+        All ranks call it in the same order, each time with a name that no sum under way has. An
+        all-reduce sends twice as much as a reduce-scatter and an all-gather, but over fast links.
+        It needs no buffer in the order of shards, and is quicker over Gloo.
         """
         self.bytes_sent += 2 * (self.size - 1) * buffer.nbytes // self.size
         return self._ranks.all_reduce(buffer, f"{self._name}.{what}")
 
     def note_submitted(self) -> Work | None:
-        """Tell all ranks of all nodes that this rank has submitted all of a step.
+        """Tell all of `everyone`, if given, that this rank has submitted all of a step.
 
-        The work ends when all ranks have told. A rank that leaves shuts Horovod down on all ranks.
-        Without this, that could happen while a node waits for a slower rank. None: `everyone` is.
+        The work ends when all have told. A rank that leaves shuts Horovod down on all ranks, and a
+        node could still be waiting for a slower rank.
         """
         if self.everyone is None:
             return None

@@ -1,9 +1,9 @@
 """An exchange with a node in front of it: whole gradients in, averages over all ranks out.
 
-Gradients are first averaged inside the node, while backward goes on. The exchange averages this
-rank's shard of them between nodes, and the node's ranks put their shards together again. A shard is
-a contiguous run of the flattened tensor. Shards of a small tensor may be empty. Ranks begin and end
-sums in the node in the same order.
+Gradients are averaged inside the node while backward goes on. The exchange averages this rank's
+shard of them between nodes, and the node's ranks put their shards together again. A shard is a
+contiguous run of the flattened tensor, empty for some ranks if the tensor is small. Ranks begin and
+end sums in the node in the same order.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ from scalecom_hvd.exchange.node import Node
 
 @dataclass(eq=False)
 class _Brought:
-    """A buffer of gradients that is averaged in the node, and made whole again after the exchange.
-
-    For what it is made of, see NodeExchange.bring.
-    """
+    """A buffer that is averaged in the node, and whole again after the exchange; see `bring`."""
 
     node: Node
     buffer: torch.Tensor
@@ -59,13 +56,7 @@ class _Brought:
 class NodeExchange:
     """The exchange of named tensors that all ranks have whole. For the contract, see Exchange.
 
-    Args:
-        like, method, options, face: see Exchange.
-        peers: the ranks at this rank's position in other nodes.
-        node: the ranks of this node.
-
-    Attributes:
-        exchange: the exchange of shards between nodes.
+    Its `exchange` averages shards among the `peers`, the ranks at this position in other nodes.
     """
 
     def __init__(
@@ -106,13 +97,12 @@ class NodeExchange:
         what: str,
         trained: bool = True,
     ) -> None:
-        """Report a buffer of gradients. It is averaged in place, and waits for nothing.
+        """Report a buffer (N,) of gradients. It is averaged in place, and waits for nothing.
 
         Args:
-            buffer: (N,).
             gradients: {name: gradient} of any shape, whose memory is part of the buffer.
             what: a name that only this buffer has within a step.
-            trained: see Exchange.ready.
+            buffer, trained: see Exchange.ready.
         """
         if not self._brought:
             self._node.bytes_sent = 0

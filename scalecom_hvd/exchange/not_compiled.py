@@ -1,7 +1,7 @@
 """What torch.compile must run as it is: the library's hooks, and what an optimizer adds to a step.
 
-If a script compiles its whole training step, Dynamo traces what it finds there. The exchange waits
-for ranks and calls C, so nothing of it can be compiled. Imports nothing of this package.
+The exchange waits for ranks and calls C, so nothing of it can be compiled, even if a script
+compiles its whole training step. Imports nothing of this package.
 """
 
 from __future__ import annotations

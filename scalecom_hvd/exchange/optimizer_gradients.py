@@ -40,10 +40,8 @@ class StartsAlike(Face):
     """A face whose ranks must begin with the same parameters.
 
     Args:
-        parameters: {name: parameter}.
-        refuses: whether other parameters are refused. Stock Horovod trains with them, so its face
-            only warns.
-        of_shards: whether they are shards of a sharded model.
+        parameters: {name: parameter}, or the shards of a sharded model (`of_shards`).
+        refuses: whether differences are refused. Stock Horovod trains with them, so its face warns.
     """
 
     def __init__(

@@ -20,13 +20,7 @@ from scalecom_hvd.stages import LADDER
 
 
 class Pace:
-    """The rung of one exchange.
-
-    Args:
-        residues: they know the rung.
-        ranks, position: how many ranks there are, and which one this is.
-        devices: of the gradients.
-    """
+    """The rung of one exchange, which `residues` know."""
 
     def __init__(
         self, residues: Residues, ranks: int, position: int, devices: Iterable[torch.device]

@@ -26,11 +26,7 @@ _NONE = Gradient(None, True)
 
 
 class Reported(dict[str, Gradient]):
-    """{name: gradient}, in the order in which they were reported.
-
-    Args:
-        like: {name: tensor} with the shapes, dtypes and devices of all gradients.
-    """
+    """{name: gradient}, in the order in which they were reported, and what all are `like`."""
 
     def __init__(self, like: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -50,10 +46,7 @@ class Reported(dict[str, Gradient]):
         return [name for name, flat in flats.items() if not (trained[name] or any_of(flat))]
 
     def used(self, flats: Mapping[str, torch.Tensor], zeros_count: bool) -> torch.Tensor:
-        """(number of tensors,): for which this rank has gradients. No host waits.
-
-        zeros_count: whether a gradient of zeros is one.
-        """
+        """(number of tensors,): which this rank has; zeros only if they `count`. No host waits."""
         if not zeros_count:
             return torch.stack([flat.any() for flat in flats.values()])
         has = [self.get(name, _NONE).flat is not None for name in flats]

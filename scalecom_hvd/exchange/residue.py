@@ -1,8 +1,6 @@
-"""Residues: one per compressed tensor.
+"""Residues: one per compressed tensor, with its lanes, and all of one optimizer's together.
 
-`CompressedTensor` is one tensor's residue with its lanes. `Residues` holds all residues of one
-optimizer, and the number of steps. What a step does to them is in bucket_step.py. run.py saves and
-loads them.
+What a step does to them is in bucket_step.py. run.py saves and loads them.
 """
 
 from __future__ import annotations
@@ -138,7 +136,7 @@ class Residues:
             self.rung, self.rung_since = rung, self.step
 
     def enter_stage(self) -> bool:
-        """Give tensors the lanes of the coming step. Return whether some had others before.
+        """Give tensors the lanes of the coming step. Returns whether some had others before.
 
         This depends only on the step and the rung, so all ranks do it at the same step.
         """
@@ -160,12 +158,10 @@ class Residues:
         parameters: Mapping[str, torch.Tensor],
         whole: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """Learn the parameters, and make a residue for each that is compressed.
+        """Learn the parameters, in the model's order, and make residues for those compressed.
 
-        Args:
-            parameters: all that are trained, in the model's order.
-            whole: {name: shape} of the tensors that these parameters are shards of. With them, all
-                ranks of a node decide alike what is compressed. None: the parameters are whole.
+        whole: {name: shape} of the tensors that these parameters are shards of, by which all ranks
+        of a node decide alike what is compressed. None: the parameters are whole.
 
         Raises:
             ValueError: a glob matches nothing.
@@ -206,10 +202,7 @@ class Residues:
         self.health.look(self.step, waits, grads, limit, self.is_idle)
 
     def scale_after_outliers(self, norms: Mapping[str, float]) -> None:
-        """Scale residues down whose tensors had an outlier in this step. See config.outliers.
-
-        norms: {name: norm of this rank's gradient}.
-        """
+        """Scale down residues whose gradients' norms {name: norm} are outliers."""
         for name, norm in norms.items():
             own = self.tensors[name]
             longest = own.norms.longest
@@ -227,7 +220,7 @@ class Residues:
                 )
 
     def note_ranks(self, ranks: int, rank: int) -> bool:
-        """Note how many ranks there are. If the number has changed, log this, and return True."""
+        """Note how many ranks there are. Returns whether the number has changed, and logs it."""
         others = self.ranks not in (None, ranks)
         if others:
             log.warning(

@@ -1,10 +1,9 @@
 """Residues as they were before a step whose averages a script may throw away.
 
 A step that counts leaves the unsent part of its gradients in the residues. If the script then
-throws its averages away (unused_averages.py), that part must not train anything either. So
-residues, and the method's own states, become what they were before that step. This takes a copy of
-the residues. It is made in the first exchanges, in which a script of this kind shows itself, and
-from then on only if the script did.
+throws its averages away (unused_averages.py), that part must not train anything either, so residues
+and the method's own states become what they were. Copies of residues are made in the first
+exchanges, in which such a script shows itself, and later only if the script did.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ GIVEN_BACK = (
 
 
 class ResidueCopies:
-    """Copies of a method's residues. See the module.
-
-    Attributes:
-        thrown_away: how many exchanges there were after which residues became what they were.
-    """
+    """Copies of a method's residues, and how many exchanges' averages were `thrown_away`."""
 
     def __init__(self, method: Method) -> None:
         self._method = method
@@ -58,9 +53,8 @@ class ResidueCopies:
     def begin_bucket(self, names: Collection[str], thrown_away: Collection[str]) -> None:
         """A bucket's step begins: residues become what they were, and are copied.
 
-        Args:
-            names: its compressed tensors.
-            thrown_away: those of all its tensors whose last averages were thrown away.
+        names: its compressed tensors; and those of all its tensors whose last averages were thrown
+        away.
         """
         returning = [name for name in names if name in thrown_away] if self._sent else []
         if thrown_away:

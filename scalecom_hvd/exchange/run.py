@@ -1,10 +1,9 @@
 """The ledger of one training run on one rank: residues, and the state of its method.
 
 A `Method` says what its state is, and an `Averager` (Exchange, LocalSteps, and PerTensor in
-scalecom_hvd/torch) makes the steps. A `Run` holds what both have to remember from step to step. It
-saves and loads this, compares it between ranks, and begins it anew. Every method has a run from the
-start, because a state may be loaded before there is an optimizer. An averager that is made for the
-method then serves the run.
+scalecom_hvd/torch) makes the steps. A `Run` holds, saves and loads what both have to remember, and
+compares it between ranks. Every method has a run from the start, because a state may be loaded
+before there is an optimizer.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class Averager:
         check_local_steps(state, local=False)
 
     def load_state_dict(self, state: Saved) -> None:
-        """Load what `state_dict` gave, from a complete state that has passed `check_state`."""
+        """Load what `state_dict` gave, from a state that has passed `check_state`."""
 
 
 class Run:
@@ -418,15 +417,12 @@ class Run:
 
         Args:
             parameters: {name: parameter} of all that are trained.
-            collectives: how this rank reaches the others.
-            names: the names of the exchange's collectives. They get a number that is new to all
-                ranks.
-            settings, topics: what must be the same on all ranks besides the config and tensors.
+            names: the names of the exchange's collectives, which get a number new to all ranks.
+            settings, topics: what must be the same besides the config and tensors.
             told: what else ranks tell each other.
 
         Returns:
-            What every rank told. Its "state" is the digest of the method's state that must be
-            equal.
+            What every rank told, and as "state" its `digest_of_state`.
 
         Raises:
             RuntimeError: on all ranks, if something differs.

@@ -19,16 +19,9 @@ from scalecom_hvd.integers import field_bits, fields_per_word, words_of
 class Values:
     """A buffer that is all-reduced: [values | tensors sent whole | flags | one count].
 
-    Args:
-        n_values, n_flags: how many values and flags there are.
-        whole: {name: tensor} of the tensors that are sent whole.
-        dtype, device: the buffer's.
-
-    Attributes:
-        compressed: (n_values,): this rank's values, which kernels write.
-        averages: the view of the values in the buffer.
-        whole: {name: view} of the tensors sent whole.
-        flags: the view of the flags.
+    Kernels write this rank's values to `compressed` (n_values,). The others are views of the
+    buffer:
+    `averages` of the values, `whole` ({name: view}) of the tensors sent whole, and `flags`.
     """
 
     def __init__(
@@ -48,10 +41,7 @@ class Values:
         self.whole = dict(zip(whole, all_whole.split(sizes), strict=True))
 
     def fill(self, grads: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Copy in the values and the tensors sent whole. Returns what is all-reduced: the buffer.
-
-        If something in the latter is not finite, the average is not finite either.
-        """
+        """Copy in what travels, also what is not finite, and return the buffer."""
         self.averages.copy_(self.compressed)
         if self.whole:
             torch._foreach_copy_(list(self.whole.values()), [grads[name] for name in self.whole])
@@ -61,14 +51,9 @@ class Values:
 class ValuesInPlace(Values):
     """Gradients that are averaged in their own memory, which spares two copies of them.
 
-    They lie side by side there, as in DDP's buckets. If they do not, they are copied.
-
-    Args:
-        n_flags, whole, dtype, device: as in `Values`. All tensors have this dtype.
-
-    Attributes:
-        buffer: [flags | one count], which travels apart if there are flags. The count stays zero.
-        whole: {name: (N,)} of the averages, where they travel.
+    They lie side by side there, as in DDP's buckets. If they do not, they are copied. `buffer` is
+    [flags | one count], which travels apart if there are flags. The count stays zero. `whole` has
+    {name: (N,)} of the averages, where they travel.
     """
 
     def __init__(
@@ -103,18 +88,8 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 class IntegerValues:
     """A buffer that is all-reduced: [words | flags | one count], int32. It replaces Values.
 
-    Args:
-        n_values, n_flags: how many values and flags there are.
-        levels: L.
-        ranks: how many ranks there are.
-        device: the buffer's device.
-        dtype: of the averages.
-
-    Attributes:
-        compressed: (n_values,) int8: this rank's integers, which kernels write.
-        averages: the view of the words.
-        flags: the view of the flags.
-        whole: always empty, because tensors that are sent whole have their own buckets.
+    Kernels write this rank's integers to `compressed` (n_values,), int8. `averages` views the
+    words. `whole` is empty: tensors that are sent whole have their own buckets.
     """
 
     def __init__(
@@ -143,7 +118,7 @@ class IntegerValues:
         self._shifts = (self._bits * fields)[:, None]
 
     def fill(self, grads: object) -> list[torch.Tensor]:
-        """Pack this rank's integers into words. Returns what is all-reduced: the buffer."""
+        """Pack this rank's integers into words, and return the buffer."""
         if self._library is not None:
             layout = len(self.averages), self._fields, self._bits, self._levels
             own, words = self._padded.data_ptr(), self.averages.data_ptr()
@@ -158,13 +133,7 @@ class IntegerValues:
     def averages_of(
         self, slots: Sequence[TensorSlot], offsets: torch.Tensor, share: float
     ) -> torch.Tensor | None:
-        """(n_values,): sums times scales and share, as C computes them. None: C does not.
-
-        Args:
-            slots: of the tensors.
-            offsets: the buffer with their scales.
-            share: the factor that turns a sum over ranks into the average.
-        """
+        """(n_values,): sums times share and the scales in `offsets`. None: C does not do it."""
         if self._library is None:
             return None
         of_words = self.averages.data_ptr(), len(self.averages), self._bits

@@ -1,19 +1,17 @@
 """Waves: in which order buckets begin, go on and are waited for, and on which channels.
 
-exchange.py uses this, and decides when a step begins, and whether it counts.
+Why ranks that wait for each other cannot deadlock: a rank waits only in `Waves.complete`, which
+goes through the buckets wave by wave. A wave holds one bucket of each channel, so all its buckets
+can begin at once. Inside a wave, a rank goes round by round. Take two buckets in ScaleCom's cyclic
+form. In round 1 the rank waits for both buckets' offsets, in the order of buckets. As soon as a
+bucket's offsets arrive, the bucket submits its values. In the last round the rank waits for both
+buckets' values. A rank that waits in one round has submitted all collectives of this round and of
+all earlier waves. It waits for no collective of a later round or wave. The same holds for every
+other rank, so each collective is completed.
 
-Why ranks that wait for each other cannot deadlock: a rank waits only in `Waves.complete`,
-which goes through the buckets wave by wave. A wave holds one bucket of each channel, so all buckets
-of the first wave can begin at once. Inside a wave, a rank goes round by round. Take two buckets in
-ScaleCom's cyclic form. In round 1 the rank waits for both buckets' offsets, in the order of
-buckets. As soon as a bucket's offsets arrive, the bucket submits its values. In the last round the
-rank waits for both buckets' values. A rank that waits in one round has submitted all collectives of
-this round and of all earlier waves. It waits for no collective of a later round or wave. The same
-holds for every other rank, so each collective is completed.
-
-Why there are waves: if a rank got far while gradients arrived, some of its channels have begun
-their second bucket. Which channels these are differs from rank to rank. If a rank waited for such a
-bucket before it ended the first wave, it could wait for a rank that waits for it.
+Why there are waves: if a rank got far while gradients arrived, some of its channels, not the same
+as on other ranks, have begun their second bucket. If it waited for such a bucket before it ended
+the first wave, it could wait for a rank that waits for it.
 """
 
 from __future__ import annotations
@@ -117,19 +115,10 @@ class Progress:
 
 
 class Waves:
-    """The steps of all buckets, and the channels on which their collectives travel.
+    """The steps of all buckets (`all`, and `of` {name of a tensor: step}) on these channels.
 
-    On one channel, steps begin in the order of buckets. Each step begins when the one before it has
-    submitted everything, so a transport need not look at names there.
-
-    Args:
-        buckets: the buckets, in order.
-        channels: the channels that the buckets share.
-        begin: a function that makes the generator of a bucket's step.
-
-    Attributes:
-        all: all steps, in the order of buckets.
-        of: {name of a tensor: the step of its bucket}.
+    On one channel, steps begin in the order of buckets, each when the one before has submitted
+    everything, so a transport need not look at names there. `begin` makes the generator of a step.
     """
 
     def __init__(
@@ -153,10 +142,7 @@ class Waves:
         self.begin(steps)
 
     def begin(self, steps: Sequence[Progress], all_are_here: bool = False) -> None:
-        """Begin the steps whose gradients are here, if their channel is free.
-
-        all_are_here: whether all gradients are here, with zeros for those that did not arrive.
-        """
+        """Begin the steps whose gradients are here, or count as zeros, if their channel is free."""
         taken: set[int] = set()
         for step in steps:
             channel = step.bucket.number % len(self._channels)
@@ -168,9 +154,8 @@ class Waves:
     def complete(self, steps: Sequence[Progress]) -> None:
         """Begin these steps, and wait for everything.
 
-        All buckets of a wave wait for one round before any bucket waits for the next round. What
-        follows is then submitted early, and in the same order on every rank. A wave is over when
-        its buckets have submitted everything.
+        All buckets of a wave wait for one round before any waits for the next. So what follows is
+        submitted early, and in the same order on every rank. A wave is over when all is submitted.
         """
         channels = len(self._channels)
         for _, group in itertools.groupby(steps, lambda step: step.bucket.number // channels):
