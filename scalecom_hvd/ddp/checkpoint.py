@@ -1,9 +1,8 @@
 """Residues in a checkpoint of torch.distributed.checkpoint.
 
-torch.distributed.checkpoint keeps one copy of what has the same name on all ranks, and loads only
-into what a fresh state already holds. But every rank has its own residues, and a fresh state has
-few of them. So each rank's state is saved as one value of bytes, under a name of its own. Imports
-nothing of this package.
+It keeps one copy of what has the same name on all ranks, and loads only into what a fresh state
+already holds. But every rank has its own residues, and a fresh state has few. So each rank's state
+is saved as bytes, under a name of its own. Imports nothing of this package.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ If a model is sharded over both dimensions of a mesh (HSDP), FSDP2 itself averag
 is given a group of one rank for this. So it sends nothing, and all its settings keep their meaning:
 after set_requires_all_reduce(False), it still keeps gradients until a later backward.
 
-The names are those of PyTorch 2.8 to 2.13. If one is missing, a warning or an error says what to
-write instead.
+The names are those of PyTorch 2.8 to 2.13. If one is missing, a message says what to write.
 """
 
 from __future__ import annotations
@@ -45,11 +44,8 @@ UNOWNED = (
 class FsdpGroups:
     """The groups in which FSDP2 reduces gradients that an optimizer averages between nodes.
 
-    FSDP2 itself does not average these groups between nodes, until their optimizers are gone.
-
-    Args:
-        parameters: what the optimizer trains. It has these from the one that had them before.
-        mesh: the mesh of nodes. None: no parameter is sharded.
+    FSDP2 itself does not average them between nodes, until their optimizers are gone. The optimizer
+    has `parameters` from the one that had them before. Without a mesh of nodes, none is sharded.
 
     Raises:
         RuntimeError: FSDP2 cannot be kept from averaging.

@@ -1,12 +1,10 @@
 """ScaleCom, and every other method, as a communication hook of DistributedDataParallel.
 
 DDP calls the hook with its own buckets, in the same order on all ranks, while backward goes on. The
-hook reports each bucket's gradients to the exchange. The exchange has buckets of its own, so it
-does not matter that DDP rebuilds its buckets after the first step. When the last bucket has come, a
-thread waits for the other ranks, and then gives the averages to the futures that DDP waits for.
-Nothing blocks in the hook.
-
-With a mesh of nodes, buckets go through a NodeExchange.
+hook reports their gradients to the exchange, which has buckets of its own, so DDP may rebuild its
+buckets after the first step. After the last bucket, a thread waits for the other ranks, and gives
+the averages to the futures that DDP waits for. Nothing blocks in the hook. With a mesh of nodes,
+buckets go through a NodeExchange.
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with types.
@@ -113,10 +111,7 @@ class ScaleComState:
     ) -> None:
         """Serve a model. This is needed only for a state that was unpickled.
 
-        All ranks must call this together.
-
-        Args:
-            model, process_group, loss_scale, collectives, mesh: as in the constructor.
+        All ranks must call this together, with arguments as in the constructor.
         """
         wrapper = _wrapper_of(model)
         check_model(model, wrapper)
@@ -185,10 +180,7 @@ class ScaleComState:
         return self.compression.stats()
 
     def state_dict(self) -> Saved:
-        """This rank's residues, step and settings, for its checkpoint; see Method.state_dict.
-
-        If a backward failed, they are as they were before it.
-        """
+        """This rank's residues, step and settings, as before a backward that failed; see Method."""
         self._give_up()
         return self.compression.state_dict()
 
@@ -339,15 +331,10 @@ class _Layout(Face):
 
 
 class _Reduced:
-    """One of DDP's buckets while it is being averaged.
+    """One of DDP's buckets, a buffer of which each gradient is a part, while it is averaged.
 
-    Args:
-        buffer: DDP's buffer; each gradient is a part of it.
-        gradients: {name: gradient}.
-
-    Attributes:
-        given: a future that is given the averages, or an error.
-        future: what DDP waits for: like `given`, but it can raise the error.
+    `given` is a future that is given the averages, or an error. `future`, what DDP waits for,
+    raises it.
     """
 
     def __init__(self, buffer: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -393,10 +380,9 @@ def check_model(model: nn.Module, wrapper: DistributedDataParallel | None) -> No
 
 
 def averaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """{name: parameter} of all that are trained and averaged.
+    """{name: parameter} of all that are trained and averaged, by their names inside wrappers.
 
-    Names are those of the model inside its wrappers, so that a state fits the same model anywhere
-    else.
+    So a state fits the same model anywhere else.
     """
     ignored: Collection[str] = ()
     inside: Any = model

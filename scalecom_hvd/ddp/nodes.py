@@ -23,9 +23,7 @@ FULLY_SHARD = 'fully_shard(module, mesh=mesh["replicate", "shard"])'
 def check_mesh(mesh: object, sharded: bool = False) -> None:
     """Raise TypeError or ValueError unless this is a mesh of nodes.
 
-    Args:
-        mesh: what the script gave.
-        sharded: whether the model is sharded, so that a node may have any dimensions.
+    sharded: whether the model is sharded, so that a node may have any dimensions.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, such as {EXAMPLE}, not {mesh!r}")
@@ -82,8 +80,7 @@ def is_hybrid(parameter: torch.Tensor, mesh: DeviceMesh | None) -> bool:
 def check_shards(parameters: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> None:
     """Raise TypeError or ValueError unless each is sharded inside the node, and nowhere else.
 
-    Tensor parallelism leaves some tensors whole on all ranks of a node, where all compute the same
-    gradients of them.
+    Tensor parallelism leaves some tensors whole, whose gradients all ranks of a node compute alike.
     """
     own = set(mesh.mesh[mesh.get_local_rank(BETWEEN)].flatten().tolist())
     is_fsdp = INSIDE in mesh.mesh_dim_names
@@ -120,10 +117,10 @@ def check_shards(parameters: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> No
 def check_averages(
     group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> None:
-    """Raise RuntimeError unless FSDP2's reduce-scatters over this group average.
+    """Raise RuntimeError, on all ranks, unless FSDP2's reduce-scatters over this group average.
 
-    All ranks of the group must call this. Over Gloo, older releases of PyTorch sum when FSDP2 asks
-    for averages, without a warning (github.com/pytorch/pytorch/issues/162338).
+    Over Gloo, older releases of PyTorch sum when FSDP2 asks for averages, without a warning
+    (github.com/pytorch/pytorch/issues/162338).
     """
     size = dist.get_world_size(group)
     found = torch.empty(1, device=device)

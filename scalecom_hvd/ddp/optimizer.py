@@ -1,8 +1,7 @@
 """DistributedOptimizer over torch.distributed, for models without DDP's wrapper, and local steps.
 
-The user's optimizer gets a class of its own, which averages gradients before each step. Its methods
-are those of Horovod's optimizer: synchronize, skip_synchronize, and a zero_grad that refuses to
-throw away gradients under way.
+The user's optimizer gets a class of its own, which averages gradients before each step, and has the
+methods of Horovod's optimizer.
 """
 
 from __future__ import annotations
@@ -319,10 +318,7 @@ class _Averaging:
 
     @not_compiled
     def synchronize(self) -> None:
-        """Average gradients now, also those that backward did not reach: other ranks may have some.
-
-        If no rank has gradients that were not averaged yet, nothing is done.
-        """
+        """Average all gradients now, if any rank has some that were not averaged yet."""
         if self._left:
             check_parameters(self.param_groups, self._left, "average")  # type: ignore[attr-defined]
         try:

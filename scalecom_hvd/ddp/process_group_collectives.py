@@ -1,14 +1,13 @@
 """torch.distributed's collectives in the form that an exchange needs, without Horovod and MPI.
 
-torch.distributed does not match collectives by name. In a process group, the n-th collectives that
-ranks submit belong together. So every exchange has a group of its own, to which no script submits,
-and so has every bucket. In a bucket's step, all ranks submit the same collectives in the same
-order, whatever other buckets do meanwhile.
+In a process group, the n-th collectives that ranks submit belong together: they have no names. So
+every exchange has a group of its own, to which no script submits, and so has every bucket. In a
+bucket's step, all ranks submit the same collectives in the same order, whatever other buckets do.
 
-torch.distributed.new_group does not make these groups, for three reasons. It counts all groups of a
-process, so two exchanges that agree at the same time, each on its thread, would meet in each
-other's groups. It does not pass on the script's time limit. And its groups live until the process
-ends. Here a group is found by its name, and goes with its last collective.
+torch.distributed.new_group does not make these groups: it counts all groups of a process, so two
+exchanges that agree at the same time, each on its thread, would meet in each other's groups; it
+does not pass on the script's time limit; and its groups live until the process ends. Here a group
+is found by its name, and goes with its last collective.
 
 What ranks say to each other is on the CPU, and travels by Gloo. Tensors on an accelerator travel by
 the backend that the script's own group has for them, such as NCCL. Such a backend enqueues
@@ -17,8 +16,8 @@ order. So all buckets then share one group, which is made when it is first used.
 group has Gloo for the accelerator too, Gloo copies through the host, and the host waits.
 
 A group that goes before its collectives are done waits for them. Other ranks may never submit them,
-if the step was given up. So a group is held until all that was submitted to it is done. If
-something never is, the group stays, also when the process ends.
+if the step was given up. So a group is held until all that was submitted to it is done, if need be
+beyond the process's end.
 
 Groups go with the optimizer, or the state, for which they were made. Exchanges are in reference
 cycles, so the garbage collector may delete them much later, and a thread of each Gloo group wakes
@@ -275,8 +274,7 @@ class ProcessGroupCollectives:
     def end_with(self, owner: object) -> None:
         """When `owner` is gone, give up the groups, also those of the channels.
 
-        Only the owner submits collectives, directly or through an exchange. Those that it has
-        submitted are still completed.
+        Only the owner submits collectives. Those that it has submitted are still completed.
         """
         weakref.finalize(owner, _give_up_groups, self._all).atexit = False
 

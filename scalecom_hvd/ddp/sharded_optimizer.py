@@ -1,11 +1,10 @@
 """Gradients of FSDP2's shards, exchanged between nodes before backward returns.
 
 fully_shard averages gradients inside a node, and leaves each rank its shard of them as p.grad.
-While backward goes on, hooks report these shards to an exchange among this rank's peers. When
-backward ends, p.grad becomes the average over all ranks. So a script sees the same as with plain
-FSDP2 that shards inside nodes and replicates between them. FSDPModule.set_all_reduce_hook cannot do
-this: FSDP2 uses the buffer as soon as the hook returns, but averages exist only when all buckets
-are known to be sound.
+Hooks report these shards to an exchange among this rank's peers, and when backward ends, p.grad
+becomes the average over all ranks. So a script sees the same as with plain FSDP2 that shards inside
+nodes and replicates between them. FSDPModule.set_all_reduce_hook cannot do this: FSDP2 uses the
+buffer as soon as the hook returns, but averages exist only when all buckets are known to be sound.
 """
 
 from __future__ import annotations
@@ -32,14 +31,11 @@ from scalecom_hvd.exchange.unused_averages import UnusedAverages
 
 
 class ShardedGradients:
-    """The gradients of one optimizer's sharded parameters on this rank.
+    """The gradients of one optimizer's parameters, sharded only inside a node of the mesh.
 
     Args:
-        parameters: {name: DTensor}, sharded only inside the node.
-        mesh: the mesh of nodes.
-        method: begins to serve these parameters.
-        peers: the ranks that hold the same shards.
-        node: the ranks that hold the other shards.
+        method, peers, node: the method, which begins to serve these parameters; the ranks that hold
+            the same shards; and those that hold the other shards.
         groups: lists of names that share a bucket.
         passes: how many backward passes add up before gradients are exchanged.
 
@@ -219,8 +215,7 @@ def _report(gradients: Callable[[], ShardedGradients | None], parameter: torch.T
 def _placed(parameter: Any) -> Any:
     """p.grad, placed like the parameter. Waits for other ranks if it is still a sum over them.
 
-    Tensor parallelism leaves sums of ranks that have a parameter whole (the weight of a norm).
-    FSDP2 adds these up by itself.
+    Tensor parallelism leaves sums of ranks that have a parameter whole, such as a norm's weight.
     """
     grad, placements = parameter.grad, getattr(parameter, "placements", None)
     if grad is None or placements == getattr(grad, "placements", None):

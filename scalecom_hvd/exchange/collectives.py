@@ -1,9 +1,4 @@
-"""What an exchange asks of a transport, as a contract. A new transport is one class that fits it.
-
-`Collectives` is what the core knows of other ranks. horovod_collectives.py in scalecom_hvd/torch
-implements it with Horovod, and simulator.py for simulated ranks. `Wait` is what a bucket's step
-yields.
-"""
+"""What an exchange asks of a transport: a contract that one class fits."""
 
 from __future__ import annotations
 

@@ -85,10 +85,7 @@ class Streams:
         return _on(self._outside) if self._outside else _NOTHING
 
     def continued(self) -> AbstractContextManager[None]:
-        """Inside, work is enqueued on these streams. This is for the package's own threads.
-
-        Such a thread has the current streams of a new thread, which hold nothing to wait for.
-        """
+        """Inside, work is enqueued on these streams. For own threads, with nothing to wait for."""
         return _on(self._streams) if self._streams else _NOTHING
 
 
@@ -96,9 +93,8 @@ class Streams:
 def _on(streams: Sequence[torch.Stream]) -> Iterator[None]:
     """Make these streams the current ones of this thread.
 
-    `with stream` would not do: torch.Stream stores the previously current stream in itself, so two
-    threads, or two `with` blocks of one thread, would mix it up
-    (github.com/pytorch/pytorch/issues/176560).
+    `with stream` stores the previously current stream in the stream itself, so two threads, or two
+    blocks, would mix it up (github.com/pytorch/pytorch/issues/176560).
     """
     with _current(streams[0].device):
         before = [torch.accelerator.current_stream(own.device) for own in streams]
@@ -112,10 +108,7 @@ def _on(streams: Sequence[torch.Stream]) -> Iterator[None]:
 
 
 def _current(device: torch.device) -> AbstractContextManager[None]:
-    """Inside, this device is current. Afterwards it is the one before.
-
-    If this process has no context there, as on GPU 0 in a new thread, the way back makes none.
-    """
+    """Inside, this device is current, and then the one before, without a context there."""
     return torch.accelerator.device_index(device.index)
 
 
@@ -127,20 +120,14 @@ def recorded(made: torch.Tensor) -> torch.Tensor:
 
 
 def uploaded(table: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy a table to the device. The host does not wait for the copy.
-
-    Each call takes new pinned memory, which torch reuses when the copy is done.
-    """
+    """Copy a table to the device, in pinned memory that torch reuses. The host does not wait."""
     if device.type in _HOSTS:
         return torch.from_numpy(table)
     return torch.from_numpy(table).pin_memory().to(device, non_blocking=True)
 
 
 def stream_id(device: torch.device) -> int:
-    """The id of the device's current stream; 0 on a CPU.
-
-    A cached tensor belongs to one stream, because another stream would have to wait for it.
-    """
+    """The id of the device's current stream, to which cached tensors belong; 0 on a CPU."""
     if device.type in _HOSTS:
         return 0
     return torch.accelerator.current_stream(device).stream_id
@@ -174,11 +161,7 @@ class Point:
 
 
 class Timer:
-    """How long is waited between `start` and `stop`: by the host, or on accelerators by streams.
-
-    Args:
-        devices: where the work is.
-    """
+    """How long is waited between `start` and `stop`: by the host, or on accelerators by streams."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = [device for device in dict.fromkeys(devices) if device.type not in _HOSTS]
@@ -209,11 +192,7 @@ class Timer:
 
 
 class HostCopy:
-    """A copy of a tensor on its way to the host. It can be waited for; see collectives.Work.
-
-    Args:
-        tensor: a tensor on any device. It is copied after what the current stream holds is done.
-    """
+    """A copy of a tensor on its way to the host, once the current stream is done; see Work."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # From an accelerator this takes pinned memory, and returns at once.

@@ -1,7 +1,4 @@
-"""What the optimizers of all faces have in common: local steps, and names of parameters and groups.
-
-An optimizer that takes local steps is the user's own, with some methods replaced by those below.
-"""
+"""What all faces' optimizers have in common: local steps, and names of parameters and groups."""
 
 from __future__ import annotations
 
@@ -23,10 +20,7 @@ from scalecom_hvd.exchange.unused_averages import end_step_by_error
 def local_members(
     local: LocalSteps, base: type[torch.optim.Optimizer], parameters: Iterable[torch.Tensor]
 ) -> dict[str, Any]:
-    """The members that local steps give an optimizer.
-
-    There are no hooks, because gradients are not averaged.
-    """
+    """The members that local steps give an optimizer. Nothing is averaged, so no hooks."""
     known = set(parameters)
 
     @not_compiled
@@ -119,12 +113,7 @@ def check_steps(
 
 
 def check_left_out(argument: str, settings: Iterable[tuple[bool, str, str]]) -> None:
-    """Raise ValueError if a setting was given that excludes an argument.
-
-    Args:
-        argument: the argument as it is written, such as "nodes=".
-        settings: for each setting, whether it was given, its name, and why it has to be left out.
-    """
+    """Raise ValueError if a setting that excludes an argument was given: (given, name, why)."""
     for given, what, why in settings:
         if given:
             raise ValueError(f"{what} cannot be used with {argument}: {why}. Leave {what} out")
@@ -135,10 +124,7 @@ def check_parameters(
 ) -> None:
     """Raise RuntimeError if groups hold a trained parameter that is not among those known.
 
-    Args:
-        groups: an optimizer's param_groups.
-        known: the parameters that ranks have agreed on; a set, or a dict.
-        what: what ranks would never do with the others.
+    what: what ranks would never do with such parameters.
     """
     trained = (p for group in groups for p in group["params"] if p.requires_grad)
     if any(p not in known for p in trained):
@@ -173,22 +159,18 @@ def skip_nothing(self: object) -> Iterator[None]:
 
 
 def _synchronize_parameters(self: Any) -> None:
-    """Average the parameters' changes now, whatever the schedule says.
+    """Average the parameters' changes now. All ranks must call it after the same step.
 
-    All ranks must call it after the same step. Afterwards all have the same parameters, to be
-    evaluated or saved. A residue still holds what the method held back.
+    All then have the same parameters. A residue still holds what the method held back.
     """
     self._local.synchronise()
 
 
 @contextlib.contextmanager
 def common_parameters(params: dict[str, object] | list[object]) -> Iterator[None]:
-    """For a broadcast, make the parameters the common ones where they are a rank's own.
+    """For a broadcast of a state_dict or a list, make parameters the common ones.
 
-    They are its own in the middle of a round of local steps.
-
-    Args:
-        params: a state_dict, or a list of (name, tensor) or of tensors.
+    Ranks have their own in the middle of a round of local steps.
     """
     held = [local for local in rounds_of(params) if local.own.held] if any_held() else []
     for local in held:
@@ -256,13 +238,9 @@ def trained_parameters(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
     sharded: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """{name: parameter} of what the optimizer trains.
+    """{name: parameter} of what the optimizer trains, in the order of the model's layers.
 
-    In the order of named_parameters, which is that of the model's layers.
-
-    Args:
-        optimizer, named_parameters: see the faces' DistributedOptimizer.
-        sharded: whether parameters may be sharded.
+    named_parameters: see the faces' DistributedOptimizer. sharded: whether they may be sharded.
 
     Raises:
         TypeError: they are sharded, or the optimizer averages gradients already.

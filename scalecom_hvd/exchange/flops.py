@@ -82,10 +82,7 @@ def rates_from_flops(
 def _count(
     model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], example_inputs: object
 ) -> dict[str, int]:
-    """{layer: FLOPs of its forward passes}, in the order of their first call.
-
-    Layers that were never called are missing.
-    """
+    """{layer: FLOPs of its forward passes} in the order of first calls, if it was called."""
     flops: dict[str, int] = {}
     handles: list[torch.utils.hooks.RemovableHandle] = []
     training = {module: module.training for module in model.modules()}

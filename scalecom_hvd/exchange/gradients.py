@@ -11,11 +11,7 @@ from scalecom_hvd.config import largest_gradient
 
 
 class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
-    """A step found a gradient that cannot be used, and has changed nothing.
-
-    Args:
-        result: what the step would have returned.
-    """
+    """A step found a gradient that cannot be used, and changed nothing. Has its `result`."""
 
     def __init__(self, result: object = None) -> None:
         super().__init__("a gradient is not finite, or larger than 2**100")
@@ -118,10 +114,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def four_elements(tensor: torch.Tensor) -> bytes:
-    """Four elements of a dense tensor, which show most changes.
-
-    Empty if it is on a device, or of a class that may have no memory of its own.
-    """
+    """Four elements of a dense tensor, which show most changes, if the host has their memory."""
     numel = tensor.numel()
     if tensor.device.type != "cpu" or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return b""

@@ -3,16 +3,15 @@
 Error feedback sends a gradient up to `rate` steps late. Momentum then spreads it over further
 steps. So each step goes along (1 - kappa) * b + kappa * g instead of b, where b is the optimizer's
 momentum and g the averaged gradient as optimizer.step() finds it (QHM and QHAdam, Ma and Yarats,
-"Quasi-hyperbolic momentum and Adam for deep learning", ICLR 2019, arXiv 1810.06801, with nu =
-1 - kappa). b and g are the same on all ranks, so parameters are too, whenever anybody looks.
+"Quasi-hyperbolic momentum and Adam for deep learning", ICLR 2019, arXiv 1810.06801, with nu = 1 -
+kappa). b and g are the same on all ranks, so parameters are too, whenever anybody looks.
 
-The optimizer stays the user's own, and any optimizer will do whose momentum is linear in the
-gradients. Before its step, the buffer b of the last step becomes (1 - kappa) * b + kappa * a * g.
-Here a * g is what b would be if every gradient had been g, so the optimizer's update keeps the mix:
-its step goes along (1 - kappa) * b + kappa * a * g of this step. Afterwards b is solved for.
-Nothing else of the optimizer is touched, and its state_dict() holds the momentum itself. Weight
-decay that the optimizer adds to gradients is not late, and acts as without ScaleCom; in the buffer,
-its part is 1 / (1 - kappa) times as large.
+Any optimizer will do whose momentum is linear in the gradients. Before its step, the buffer b of
+the last step becomes (1 - kappa) * b + kappa * a * g, where a * g is what b would be if every
+gradient had been g. The optimizer's update keeps the mix, so its step goes along (1 - kappa) * b +
+kappa * a * g of this step. Afterwards b is solved for, so state_dict() holds the momentum itself.
+Weight decay that the optimizer adds to gradients is not late, and acts as without ScaleCom; in the
+buffer, its part is 1 / (1 - kappa) times as large.
 
 Faces make a QuasiHyperbolic for the parameters that the user's optimizer steps. PyTorch's public
 hooks on optimizers' steps do the rest.
@@ -97,13 +96,12 @@ class QuasiHyperbolic:
     If two objects have the same parameter, the one that was made last has it.
 
     Args:
-        parameters: {name: parameter} that the user's optimizer steps.
-        residues: the method's, by the same names. They know the rates and the steps.
+        parameters, residues: what the user's optimizer steps, and the method's, by the same names.
         collectives: the ranks between which gradients are compressed.
         by_hook: whether gradients come through a hook, which the script may forget to register.
         calls_step_twice: whether PyTorch calls the hooks of every step twice, one inside the other,
-            because the optimizer averages gradients in its own step() and then calls the step() of
-            the class that it was made from. Stock Horovod's does so.
+            as with stock Horovod's optimizer, which averages gradients in its own step() and then
+            calls the step() of the class that it was made from.
     """
 
     def __init__(
@@ -127,9 +125,7 @@ class QuasiHyperbolic:
     def mixes_of(self, optimizer: torch.optim.Optimizer, is_outer: bool) -> list[_Mix]:
         """How the momenta of an optimizer are mixed in the step that is about to begin.
 
-        Args:
-            optimizer: the one that begins a step.
-            is_outer: whether it has yet to average gradients, if it calls step twice.
+        is_outer: whether the optimizer has yet to average gradients, if it calls step twice.
         """
         residues = self._residues
         if residues.config.nu == 1 or self._collectives.size < 2:

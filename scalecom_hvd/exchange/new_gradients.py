@@ -1,15 +1,13 @@
 """Ranks find out together whether a synchronize() has anything to exchange.
 
-Each rank knows only its own gradients. Horovod's synchronize() reduces every parameter, even if no
-gradient came since the last call: optimizer.step() calls it before its closure runs, and again
-after the script has called it. In Horovod this is harmless, because averaging averages changes
-nothing. With residues it is not: values leave them a second time, and the script, which holds the
-first values, throws the second ones away.
+Horovod's synchronize() reduces every parameter, even if no gradient came since the last call:
+optimizer.step() calls it before its closure runs, and again after the script has called it. In
+Horovod this is harmless, because averaging averages changes nothing. Residues would send values a
+second time, and the script, which holds the first values, would throw the second ones away.
 
-A rank has news if backward gave it gradients since the last exchange. Once in every synchronize(),
-which all ranks call equally often, each rank tells all others whether it has news
-(optimizer_gradients.py). If no rank has, ranks compare what their scripts have in p.grad
-(`came_by_hand`).
+A rank has news if backward gave it gradients since the last exchange. In every synchronize(), which
+all ranks call equally often, each tells the others whether it has (optimizer_gradients.py). If none
+has, ranks compare what their scripts have in p.grad (`came_by_hand`).
 """
 
 from __future__ import annotations
@@ -60,11 +58,7 @@ class Mark:
 
     A change in place raises the gradient's version. But PyTorch hides some changes (those of
     `.data`, and a GradScaler's unscaling), and versions say nothing if gradients share a storage.
-    So four elements are compared too.
-
-    Attributes:
-        sample: these elements, if they are on a device that the host would have to wait for; else
-            None.
+    So four elements are compared too: `sample`, if the host would have to wait for their device.
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
@@ -80,10 +74,7 @@ class Mark:
 
 
 def sample_of(grad: torch.Tensor) -> torch.Tensor | None:
-    """A copy of four elements of a dense gradient on a device; else None.
-
-    They are integers, so that NaN equals NaN.
-    """
+    """Four elements of a dense gradient on a device, as integers (NaN equals NaN); else None."""
     if grad.device.type == "cpu" or grad.is_sparse or not grad.numel():
         return None
     flat = grad.detach().reshape(-1)
@@ -114,13 +105,7 @@ CHANGED = (
 
 
 class NewGradients:
-    """What ranks find out about one optimizer's gradients, besides their averages.
-
-    Args:
-        collectives: the other ranks.
-        names: gives the full names of the optimizer's collectives.
-        parameters: {name: parameter} of all that are trained.
-    """
+    """What ranks find out about one optimizer's gradients, besides their averages."""
 
     def __init__(
         self, collectives: Collectives, names: Names, parameters: Mapping[str, torch.Tensor]
@@ -137,10 +122,7 @@ class NewGradients:
         self._marks[name] = Mark(self._parameters[name])
 
     def changed(self) -> list[str]:
-        """The names of gradients that have changed since they were marked.
-
-        Waits for the gradients' devices, once per device and dtype.
-        """
+        """The names of gradients that have changed since they were marked. Waits for devices."""
         found = [n for n, mark in self._marks.items() if not mark.fits(self._parameters[n])]
         samples: dict[object, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
         for name in self._marks.keys() - set(found):
@@ -187,9 +169,8 @@ class NewGradients:
     def came_by_hand(self, sparse: Collection[str], send_sparse: SparseAverage | None) -> bool:
         """Whether scripts put gradients into p.grad, if backward gave no rank any.
 
-        If they did not, p.grad becomes what Horovod would make of it. Waits for all ranks.
-
-        sparse: names of parameters whose gradients are sparse.
+        If not, p.grad becomes what Horovod would make of it. Waits for all ranks. `sparse` names
+        the parameters with sparse gradients.
         """
         found = self.compare(list(self._parameters))
         if found is Found.SET_BY_HAND:
@@ -225,10 +206,7 @@ class NewGradients:
                 parameter.grad = average
 
     def averages_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Every tensor's uncompressed average over ranks, in new tensors of float32 or float64.
-
-        Waits for all ranks.
-        """
+        """Each tensor's uncompressed average, in a new wide tensor. Waits for all ranks."""
         works: dict[str, Work] = {}
         for name, tensor in tensors.items():
             copy = tensor.to(wide_dtype(tensor), copy=True)
@@ -236,10 +214,7 @@ class NewGradients:
         return {name: work.wait() for name, work in works.items()}
 
     def compare(self, names: Sequence[str]) -> Found:
-        """How p.grad of these parameters stands, if no rank has news and all call this.
-
-        Waits for all ranks.
-        """
+        """How p.grad of these parameters stands, if no rank has news and all call this to wait."""
         standing = self.standing(names)
         found = judge(gather_objects(self._collectives, standing, "agreement.gradients"))
         if found is Found.CHANGED and not self._warned:
@@ -300,10 +275,7 @@ def fill_in(parameter: torch.Tensor, is_sparse: bool) -> None:
 
 
 def freshness(parameters: Mapping[str, torch.Tensor]) -> set[str]:
-    """A set to which backward adds the names of the parameters that it gives gradients.
-
-    It is for callers that Horovod's hooks do not tell.
-    """
+    """A set to which backward adds names of parameters, for callers whom no hook tells."""
     fresh: set[str] = set()
     for name, parameter in parameters.items():
         if parameter.is_leaf and parameter.is_floating_point():
@@ -325,7 +297,6 @@ def check_same_parameters(
     Args:
         everyone: what each rank told, or with `of_shards`, what each node's rank told.
         refuses: False: warn instead.
-        of_shards: whether they told it of the same shards of a sharded model.
     """
     digests = [other["parameters"] for other in everyone]
     if None not in digests and len(set(digests)) > 1:
@@ -349,10 +320,7 @@ def check_same_parameters(
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """A digest that is the same for the same numbers, for ranks to compare.
-
-    Tensors may be sparse. All elements are read.
-    """
+    """A digest of all numbers of tensors, which may be sparse, for ranks to compare."""
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         parts = [tensor]

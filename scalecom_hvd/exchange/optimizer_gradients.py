@@ -4,10 +4,9 @@ Hooks report parameters (`ready`), and synchronize() asks for averages (`result`
 exchange sees named flat gradients. What is special about p.grad is here: it may be sparse, a script
 may change it on its way, or put something there by hand (new_gradients.py).
 
-In every synchronize(), ranks make one all-reduce besides the data, the *header*. It says whether
-some rank has new gradients, whether some rank's script changed gradients while they were being
-averaged, and whether some rank has given up what ranks agreed on. If gradients were changed, all
-ranks refuse together. If some rank gave up, all ranks agree anew.
+In every synchronize(), ranks make one all-reduce besides the data, the *header*: whether some rank
+has new gradients, changed gradients while they were averaged, or has given up what ranks agreed on.
+After a change, all ranks refuse together. If some rank gave up, all agree anew.
 """
 
 from __future__ import annotations
@@ -71,16 +70,12 @@ class OptimizerGradients(StartsAlike):
     """The gradients of one optimizer on this rank.
 
     Args:
-        parameters: {name: parameter} of all that are trained, in the model's order.
-        method: how tensors are averaged. From now on the method serves these parameters.
-        collectives: how this rank reaches the others; with nodes, the ranks at this rank's position
-            in other nodes.
-        groups: see face.Options.
+        parameters, method, collectives, groups, refuses: see Exchange, Options and StartsAlike.
+            With nodes, collectives are the ranks at this rank's position in other nodes.
         sparse_as_dense: whether sparse gradients are made dense.
         send_sparse: a function that averages a gradient that stays sparse.
         node: the ranks of this node. It also knows all ranks of all nodes. None: every rank is a
             node of its own.
-        refuses: see StartsAlike.
 
     Attributes:
         trained: the parameters.
@@ -162,15 +157,10 @@ class OptimizerGradients(StartsAlike):
             self._news.mark(name)
 
     def result(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The averaged gradient. Call it when every gradient of this rank has been reported.
+        """What a reported parameter's .grad must become: its average, or NaN in a skipped step.
 
-        The first call of a step waits for all ranks.
-
-        Args:
-            parameter: each reported parameter, once.
-
-        Returns:
-            What .grad must become, with its shape and dtype. It is NaN in a skipped step.
+        Call it once for each, when all gradients of this rank have been reported. The first call of
+        a step waits for all ranks.
         """
         name = self._name_of[parameter]
         if name not in self._averages:
@@ -193,11 +183,8 @@ class OptimizerGradients(StartsAlike):
         """Whether a synchronize() that begins now has gradients to exchange.
 
         If so, the optimizer reports all of them, and asks for results. If backward gave no rank any
-        gradient, gradients become what Horovod's average (or sum) of them is. Residues, leader and
-        step then stay as they are.
-
-        Args:
-            fresh: whether backward gave this rank any gradient since the last exchange.
+        since the last exchange (`fresh`), gradients become what Horovod's average (or sum) of them
+        is. Residues, leader and step then stay as they are.
 
         Raises:
             RuntimeError: on all ranks, if gradients were changed on some rank after they arrived,

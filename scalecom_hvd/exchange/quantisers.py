@@ -1,10 +1,9 @@
 """Quantisers: chosen values travel in 1 to 8 bits, and what rounding changes stays in the residue.
 
-A `Quantiser` turns values into bytes and back, however they were chosen. With it,
-methods/quantised_values.py exchanges values between ranks. Horovod sums nothing narrower than 16
-bits, so they are gathered, as long as that is less traffic. Then each rank sends its k values of b
-bits n - 1 times; if they were summed, it would send values of 32 bits 2 (n-1)/n times. So gathering
-is less traffic while n b < 64, where b includes the scales.
+methods/quantised_values.py exchanges the bytes, however values were chosen. Horovod sums nothing
+narrower than 16 bits, so they are gathered, as long as that is less traffic. Each rank then sends
+its k values of b bits, scales included, n - 1 times; summed, 32 bits 2 (n-1)/n times. So gathering
+is less traffic while n b < 64.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ class Quantiser:
 
     Attributes:
         bits: bits per value: 1, 2, 4 or 8.
-        block: how many values of one tensor share scales. The scales travel with the values, in the
-            values' dtype.
+        block: how many values of one tensor share scales, which travel in the values' dtype.
         scales: how many scales a block has.
         seed: the seed of random rounding, which differs from rank to rank.
         rounds: whether values change at all.
@@ -63,15 +61,7 @@ class Quantiser:
         raise NotImplementedError
 
     def restore(self, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-        """The values that scales and levels stand for.
-
-        Args:
-            scales: (blocks, scales).
-            levels: (blocks, block).
-
-        Returns:
-            The values (blocks, block), in the scales' dtype.
-        """
+        """The values (blocks, block) of scales (blocks, scales) and levels (blocks, block)."""
         raise NotImplementedError
 
     def pack(
@@ -79,10 +69,7 @@ class Quantiser:
     ) -> torch.Tensor:
         """Turn values (K,) into the bytes that travel, uint8: scales, then levels.
 
-        Args:
-            values: the values.
-            counts: how many of the values belong to each tensor.
-            random: the generator of random numbers.
+        counts: how many of the values belong to each tensor.
         """
         blocks = _spread(values, counts, self.block)
         lengths = _lengths(counts, self.block, values.device)
@@ -106,13 +93,7 @@ class Quantiser:
     def unpack(
         self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]
     ) -> torch.Tensor:
-        """The values that the bytes of `pack` stand for.
-
-        Args:
-            payload: the bytes.
-            like: a tensor of as many values (K,), of the same dtype and device.
-            counts: the same as for `pack`.
-        """
+        """The values, like those (K,) that `pack` was given, that its bytes stand for."""
         n_blocks = sum(-(-count // self.block) for count in counts)
         cut = n_blocks * self.scales * like.element_size()
         scales = payload[:cut].view(like.dtype).view(-1, self.scales)
@@ -222,17 +203,11 @@ class QSGD(_InBlocks):
 
 
 class Sign(_InBlocks):
-    """The sign, in one bit, times the mean magnitude in the block.
+    """The sign, in one bit, times the mean magnitude in the block of values.
 
     With a top-k choice, this is Qsparse's SignTop-k (Basu et al., 2019, arXiv 1906.02367, section
     2, with the 1-norm). Its rounding is not random, and wrong on average. Residues make up for
     that.
-
-    Args:
-        block: how many values share a mean.
-
-    Raises:
-        ValueError: `block` is not a whole number of values.
     """
 
     bits = 1
@@ -254,12 +229,6 @@ class BinMeans(_InBlocks):
     A value is large if its magnitude is above the block's mean. The four means travel as scales. As
     in SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706), levels follow the values, but the bins are
     not the paper's.
-
-    Args:
-        block: how many values share the means.
-
-    Raises:
-        ValueError: `block` is not a whole number of values.
     """
 
     bits, scales = 2, 4
@@ -302,11 +271,8 @@ class Unrounded(Quantiser):
 def quantiser_of(value: Quantiser | type[Quantiser] | None) -> Quantiser:
     """The Quantiser that a user's quantiser= stands for.
 
-    Args:
-        value: a Quantiser, its class, or None, which leaves values as they are.
-
     Raises:
-        TypeError: `value` is none of these.
+        TypeError: it is no Quantiser, class of one, or None, which leaves values as they are.
         ValueError: the quantiser's bits do not fill bytes.
     """
     if value is None:

@@ -2,9 +2,8 @@
 
 Every rank is a thread, but only one runs at a time, until it waits for another rank. So a run gives
 the same results every time. If ranks wait for something that nobody will ever submit, this is an
-error at once, never a hang. Collectives meet by name. Sums are made in the order of ranks.
-
-This is for studies with more workers than there are machines, and for tests.
+error at once, never a hang. Collectives meet by name. Sums are made in the order of ranks. This is
+for studies with more workers than there are machines, and for tests.
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ class Meeting:
 class Network:
     """Where n simulated ranks meet, and which of them runs.
 
-    An exchange's thread for kernels may submit too, but never waits. So a lock guards the meetings,
-    and nothing else.
+    An exchange's thread may submit too, but never waits. So a lock guards the meetings alone.
     """
 
     def __init__(self, n: int) -> None:
@@ -215,22 +213,13 @@ class SimulatedWork:
         return self.meeting.complete
 
     def wait(self) -> torch.Tensor:
-        """Let other ranks run until they have submitted it too, and give the result.
-
-        The result may be the tensor that was brought.
-        """
+        """Let other ranks run until all have submitted it. The result may be what was brought."""
         self.network.wait(self.rank, self.meeting)
         return self.meeting.take(self.brought)
 
 
 class SimulatedCollectives:
-    """The collectives of one simulated rank.
-
-    Args:
-        network: where the ranks meet.
-        position: this rank's position.
-        sums: whether `all_reduce` gives sums.
-    """
+    """The collectives of the simulated rank at a position of a network; `sums`: not averages."""
 
     elastic = False
     spins, is_ordered = True, False
@@ -385,14 +374,7 @@ class Simulation:
         return averages
 
     def take_steps(self, takes: Sequence[Task]) -> list[Any]:
-        """Take one local step on all ranks, and synchronise them if that is due.
-
-        Args:
-            takes: for each rank, the step of its own optimizer.
-
-        Returns:
-            What each rank's step returned.
-        """
+        """Take each rank's local step, and synchronise if it is due. Returns all results."""
         steps = zip(self.locals, takes, strict=True)
         return self._run([functools.partial(local.step, take) for local, take in steps])
 
@@ -401,10 +383,9 @@ class Simulation:
         self._run([local.synchronise for local in self.locals])
 
     def collect(self) -> None:
-        """Wait on all ranks for averages that travel.
+        """Wait on all ranks for averages that travel, before state_dict() is called.
 
-        Call this before state_dict(). On real ranks state_dict() waits by itself, but simulated
-        ranks cannot wait outside a step.
+        On real ranks state_dict() waits by itself, but simulated ranks cannot wait outside a step.
         """
         self._run([local.collect for local in self.locals])
 

@@ -2,14 +2,12 @@
 
 A script may average gradients, and zero them before a step: FGSM, SAM, the generator's backward
 through a GAN's discriminator, a step that is skipped because its gradient is too long. Such
-gradients must not train anything, so residues must become what they were before them
-(residue_copies.py). Here is how this is seen. An average waits until an optimizer with its
-parameter has ended a step. If p.grad is None, or zero, when the next backward reaches a parameter
-whose average still waits, that average was thrown away.
+gradients must not train anything, so residues become what they were before (residue_copies.py).
 
-Steps that are written by hand, and those of other libraries, call no hooks. So until an optimizer
-of PyTorch has stepped a parameter, its average counts as thrown away only if no such parameter has
-moved.
+An average waits until an optimizer with its parameter has ended a step. It was thrown away if
+p.grad is None, or zero, when the next backward reaches a parameter whose average still waits. Steps
+written by hand, and those of other libraries, call no hooks. So until an optimizer of PyTorch has
+stepped a parameter, its average counts as thrown away only if no such parameter has moved.
 """
 
 from __future__ import annotations
@@ -45,13 +43,10 @@ def listed(names: Collection[str]) -> str:
 
 
 class _Steps:
-    """Steps of this process's optimizers.
+    """Steps of this process's optimizers: how many have `begun`, and whose is `under_way`.
 
-    Attributes:
-        begun: how many steps began.
-        under_way: the optimizer whose step is under way. The step may evaluate its closure, which
-            averages, several times. If the script's own error ended a step, this stays until the
-            next step ends.
+    Such a step may evaluate its closure, which averages, several times. If the script's own error
+    ended a step, it stays under way until the next step ends.
     """
 
     def __init__(self) -> None:
@@ -78,9 +73,7 @@ def end_step_by_error() -> None:
 class UnusedAverages:
     """The averages of one exchange that no step has used so far.
 
-    Args:
-        parameters: {name: parameter} whose gradients are averaged.
-        calls_hooks: whether it is known that an optimizer of PyTorch steps them.
+    `calls_hooks`: whether it is known that an optimizer of PyTorch steps the parameters.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], calls_hooks: bool = False) -> None:
