@@ -84,9 +84,8 @@ class ScaleComState:
                 f"{', '.join(settings)}. Give the settings to the method: "
                 f"compression={type(compression).__name__}({', '.join(settings)}=...)"
             )
-        self.compression = (
-            compression if isinstance(compression, Method) else compression(**settings)
-        )
+        finished = isinstance(compression, Method)
+        self.compression = compression if finished else compression(**settings)
         self._begin()
         self.attach(model, process_group, collectives=collectives, mesh=mesh)
 
@@ -161,13 +160,8 @@ class ScaleComState:
             acts = type(self.compression).whole_step not in (Method.whole_step, ScaleCom.whole_step)
             narrow = any(wide_dtype(p) != p.dtype for p in parameters.values())
             copies = acts or narrow or self.compression.config.lookahead
-            self._exchange = Exchange(
-                parameters,
-                self.compression,
-                collectives,
-                options,
-                face=Face() if copies else self._layout,
-            )
+            face = None if copies else self._layout
+            self._exchange = Exchange(parameters, self.compression, collectives, options, face=face)
         self.compression.mix_momentum(parameters, collectives, by_hook=True)
         self._alone = collectives.size == 1
         self._names = parameters
@@ -203,7 +197,7 @@ class ScaleComState:
                 "embedding with sparse=False"
             )
         if self._alone and self._in_node is None:  # there is nothing to average
-            return _Reduced(buffer, {}).given_back()
+            return _Reduced(buffer, {}).give({})
         # In the first backward, DDP's only bucket may hold all gradients, in the model's order. The
         # exchange makes its buckets in the order in which gradients come, and backward goes in the
         # reverse order.
@@ -241,8 +235,7 @@ class ScaleComState:
                 if has_joined:  # the other ranks' steps use them
                     self._unused.end(())
                 for reduced in everything:
-                    reduced.take(averages)
-                    reduced.given_back()
+                    reduced.give(averages)
             except BaseException as error:
                 for reduced in everything:
                     if not reduced.given.done():
@@ -339,25 +332,20 @@ class _Reduced:
 
     def __init__(self, buffer: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> None:
         self.buffer, self.gradients = buffer, gradients
-        device = buffer.device
-        self.given: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=[] if device.type == "cpu" else [device]
-        )
+        devices = [] if buffer.device.type == "cpu" else [buffer.device]
+        self.given: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         # If a future was given an exception, DDP takes the exception for a tensor. But a callback
         # of a future can raise it.
         self.future = self.given.then(lambda given: given.value())
 
-    def given_back(self) -> torch.futures.Future[torch.Tensor]:
-        """Give the future what the buffer holds now, and return the future."""
-        self.given.set_result(self.buffer)
-        return self.future
-
-    def take(self, averages: Mapping[str, torch.Tensor]) -> None:
-        """Put averages into the buffer. DDP throws away what no rank has used."""
+    def give(self, averages: Mapping[str, torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
+        """Give the future the buffer with these averages. DDP throws away what no rank has used."""
         for name in self.gradients.keys() & averages.keys():
             gradient, average = self.gradients[name], averages[name]
             if average.data_ptr() != gradient.data_ptr():
                 gradient.copy_(average.view(gradient.shape))
+        self.given.set_result(self.buffer)
+        return self.future
 
 
 def _wrapper_of(model: nn.Module) -> DistributedDataParallel | None:

@@ -59,14 +59,9 @@ class ShardedGradients:
         self._unused = UnusedAverages(parameters, calls_hooks=True)
         # What the last exchange left as p.grad.
         self._left: dict[torch.Tensor, weakref.ref[torch.Tensor]] = {}
-        self._exchange = Exchange(
-            shards,
-            method,
-            peers,
-            Options(groups, drops_unused=True, unused=self._unused),
-            face=StartsAlike(shards, of_shards=True),
-            node=node,
-        )
+        options = Options(groups, drops_unused=True, unused=self._unused)
+        face = StartsAlike(shards, of_shards=True)
+        self._exchange = Exchange(shards, method, peers, options, face=face, node=node)
         self.names = {p: name for name, p in parameters.items()}
         self.passes, self._passes_over = passes, 0
         # Autograd's number of the backward under way and of the latest one, and the parameters that
@@ -232,14 +227,10 @@ def _put(parameter: Any, average: torch.Tensor) -> None:
     elif not hasattr(parameter, "placements"):
         parameter.grad = average.detach()
     else:
-        parameter.grad = type(parameter.data).from_local(
-            average.detach(),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        where = parameter.device_mesh, parameter.placements
+        size = {"shape": parameter.shape, "stride": parameter.stride()}
+        make = type(parameter.data).from_local
+        parameter.grad = make(average.detach(), *where, run_check=False, **size)
 
 
 class AveragesInBackward:

@@ -394,14 +394,9 @@ class Exchange(Averager):
         vote = self._pace.vote() if self._pace is not None and bucket.number == 0 else None
         step = BucketStep(bucket, scale, flats, self._whole, self._arrived.idle(flats), used, vote)
         progress.step = step
-        collectives = BucketCollectives(
-            self._waves.channel_of(bucket),
-            self.names,
-            step,
-            self.residues.step,
-            self.leader_at,
-            self._submitted,
-        )
+        channel, now = self._waves.channel_of(bucket), self.residues.step
+        what = step, now, self.leader_at, self._submitted
+        collectives = BucketCollectives(channel, self.names, *what)
         if self._looks():
             self._sampler.before(step)
         if bucket.compressed:

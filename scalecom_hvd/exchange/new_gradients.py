@@ -152,11 +152,8 @@ class NewGradients:
             RuntimeError: on all ranks, if some take local steps, or have changed gradients.
         """
         # If another rank takes local steps, this is the first meeting of its LocalSteps.
-        everyone = gather_objects(
-            self._collectives,
-            {"settings": {}, "fresh": fresh, "changed": changed, "sparse": list(sparse)},
-            FIRST_MEETING,
-        )
+        mine = {"settings": {}, "fresh": fresh, "changed": changed, "sparse": list(sparse)}
+        everyone = gather_objects(self._collectives, mine, FIRST_MEETING)
         compare_ranks(everyone, ("settings",))
         if any(other["changed"] for other in everyone):
             # Wait for what all have sent, so that nothing sent later meets it.
@@ -246,11 +243,8 @@ class NewGradients:
     def end(self) -> None:
         """Begin anew: the exchange is over, or none was needed, and p.grad holds the result."""
         self._marks.clear()
-        self._left = {
-            name: TensorWeakRef(p.grad)
-            for name, p in self._parameters.items()
-            if p.grad is not None
-        }
+        grads = {name: parameter.grad for name, parameter in self._parameters.items()}
+        self._left = {n: TensorWeakRef(grad) for n, grad in grads.items() if grad is not None}
 
     def give_up(self) -> None:
         """Forget the gradients of a step that was given up."""

@@ -332,16 +332,13 @@ class Run:
         }
         found: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in expected}
         for what, values in states.items():
-            if what == "offsets" and what in self._method.equal_state:
-                # Look-ahead's offsets, which do not exist at the start. Kernels access memory by
-                # them.
-                offsets = {name: chosen.cpu().numpy() for name, chosen in values.items()}
-                check_offsets(offsets, lanes)
-                continue
-            if what == "scales" and what in self._method.equal_state:
-                # Scales come with the offsets.
-                scales = {name: own.cpu().numpy() for name, own in values.items()}
-                check_scales(scales, {name: blocks_of(own.k) for name, own in lanes.items()})
+            if what in ("offsets", "scales") and what in self._method.equal_state:
+                # Look-ahead's choice does not exist at the start. Kernels access memory by it.
+                arrays = {name: own.cpu().numpy() for name, own in values.items()}
+                if what == "offsets":
+                    check_offsets(arrays, lanes)
+                else:
+                    check_scales(arrays, {name: blocks_of(own.k) for name, own in lanes.items()})
                 continue
             for name, value in values.items():
                 found.setdefault(name, {})[what] = tuple(value.shape)

@@ -52,15 +52,6 @@ class Meeting:
         # later where the result is.
         self.points: list[Point] = []
 
-    def take(self, own: torch.Tensor) -> torch.Tensor:
-        """The result, for a rank that brought this tensor."""
-        for point in self.points:
-            point.let_stream_wait()
-        if self.result is None:
-            return own
-        # The result was made on the stream of the rank that came last. That rank may drop it first.
-        return recorded(self.result)
-
     def finish(self, combine: Combine) -> None:
         """All ranks have come: make the result, or the error."""
         brought = [self.brought[rank] for rank in sorted(self.brought)]
@@ -214,8 +205,12 @@ class SimulatedWork:
 
     def wait(self) -> torch.Tensor:
         """Let other ranks run until all have submitted it. The result may be what was brought."""
-        self.network.wait(self.rank, self.meeting)
-        return self.meeting.take(self.brought)
+        meeting = self.meeting
+        self.network.wait(self.rank, meeting)
+        for point in meeting.points:
+            point.let_stream_wait()
+        # The result was made on the stream of the rank that came last. That rank may drop it first.
+        return self.brought if meeting.result is None else recorded(meeting.result)
 
 
 class SimulatedCollectives:

@@ -80,11 +80,10 @@ class UnusedAverages:
         self._own = dict(parameters)
         self._names = {parameter: name for name, parameter in parameters.items()}
         # Names of averages that wait for a step, and what the next backward found in p.grad:
-        # nothing, zeros or something else. Backward tells of the parameters in _hooked.
+        # nothing, or whether any is not zero. Backward tells of the parameters in _hooked.
         self._waiting: set[str] = set()
         self._dropped: set[str] = set()
-        self._zero: set[str] = set()
-        self._kept: set[str] = set()
+        self._found: dict[str, bool] = {}
         self._hooked: set[str] = set()
         # Names of parameters that no step has used so far, what each adds up to, and whether any
         # has moved all the same. If so, nobody knows by what, so those whose averages were dropped
@@ -116,17 +115,13 @@ class UnusedAverages:
 
     def come(self, name: str) -> None:
         """Backward has a gradient, and is about to add it to p.grad."""
-        if name not in self._waiting:
-            return
-        if any(name in found for found in (self._dropped, self._zero, self._kept)):
+        if name not in self._waiting or name in self._found or name in self._dropped:
             return
         grad = self._own[name].grad
         if grad is None:
             self._dropped.add(name)
-        elif grad.is_sparse or bool(local_part(grad).any()):
-            self._kept.add(name)
         else:
-            self._zero.add(name)
+            self._found[name] = grad.is_sparse or bool(local_part(grad).any())
 
     def warn_of_replaced(self) -> None:
         """Warn, once, if a script puts gradients of its own in the place of averages that wait."""
@@ -161,10 +156,10 @@ class UnusedAverages:
             self.come(name)
         thrown = self._dropped & here
         # An average may be zero, too. If the script zeroed gradients, it zeroed them all.
-        if zero := self._zero & here:
+        if zero := {name for name in here if not self._found.get(name, True)}:
             for name in self._waiting & self._hooked:
                 self.come(name)
-            thrown |= set() if self._kept else zero
+            thrown |= set() if True in self._found.values() else zero
         self._waiting -= thrown
         unknown = thrown & self._unstepped
         if not (unknown and self._have_moved()):
@@ -180,8 +175,7 @@ class UnusedAverages:
 
     def end(self, names: Iterable[str]) -> None:
         """Gradients of these names were averaged."""
-        self._waiting = set(names)
-        self._dropped, self._zero, self._kept = set(), set(), set()
+        self._waiting, self._dropped, self._found = set(names), set(), {}
         self._averaged_in = _steps.begun if _steps.under_way else None
         asked = set() if self._has_moved else self._waiting & self._unstepped
         self._sums = {name: _sum(self._own[name]) for name in asked}
