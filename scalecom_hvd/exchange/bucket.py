@@ -11,18 +11,160 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from scalecom_hvd.bucket_layout import Layout
-from scalecom_hvd.exchange.accumulators import Accumulators
+from scalecom_hvd.bucket_layout import Layout, pack_halves, unpack_halves
 from scalecom_hvd.exchange.background_thread import BackgroundThread
-from scalecom_hvd.exchange.choices import Choices
 from scalecom_hvd.exchange.gradients import wide_dtype
-from scalecom_hvd.exchange.kernels.base import Kernel, TensorSlot, scale_blocks_, scale_numbers
+from scalecom_hvd.exchange.kernels.base import (
+    Count,
+    Kernel,
+    TensorSlot,
+    add_usable,
+    scale_blocks_,
+    scale_numbers,
+)
 from scalecom_hvd.exchange.kernels.choice import kernel_for
 from scalecom_hvd.exchange.residue import CompressedTensor
 from scalecom_hvd.exchange.values import IntegerValues, Values, ValuesInPlace
 
 # With this many elements, a pass over them takes longer (about 0.1 ms) than handing it to a thread.
 WORTH_A_THREAD = 2**19
+
+
+Choice = Mapping[str, Mapping[str, torch.Tensor]]
+"""{name of a tensor: {"offsets": (k,), and for integers "scales": (blocks,)}}."""
+
+
+class Choices:
+    """The buffers of a bucket's choices, made once.
+
+    There are two: state may hold views of the next step's choice while this step's is in use.
+    """
+
+    def __init__(
+        self, slots: Mapping[str, TensorSlot], layout: Layout, device: torch.device
+    ) -> None:
+        self._slots, self._layout = slots, layout
+        self._buffers = [
+            torch.zeros(layout.offsets_bytes, dtype=torch.uint8, device=device) for _ in range(2)
+        ]
+        is_packed = layout.narrow_bytes > 0
+        self._message = self._buffers[0].new_empty(layout.message_bytes if is_packed else 0)
+
+    def new(self) -> torch.Tensor:
+        """The bytes that this step's choice will fill."""
+        return self._buffers[0]
+
+    def keep(self) -> None:
+        """Keep this step's choice, because the step counts. The next one fills other bytes."""
+        self._buffers.reverse()
+
+    def split(self, buffer: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
+        """A choice as views of its bytes."""
+        choice = {name: {"offsets": slot.offsets(buffer)} for name, slot in self._slots.items()}
+        for name, slot in self._slots.items():
+            if slot.levels:
+                choice[name]["scales"] = slot.scales(buffer)
+        return choice
+
+    def join(self, choice: Choice) -> torch.Tensor:
+        """The inverse of `split`. It copies nothing if all are views of one buffer."""
+        parts = [choice[name]["offsets"] for name in self._slots]
+        storage = parts[0].untyped_storage()  # views of another dtype do not know what they view
+        starts = [(storage.data_ptr(), slot.offsets_at) for slot in self._slots.values()]
+        whole = storage.nbytes() == self._layout.offsets_bytes
+        if whole and starts == [_place(part) for part in parts]:
+            return torch.empty(0, dtype=torch.uint8, device=parts[0].device).set_(storage)
+        buffer = self._buffers[1]  # no state views this one, or it would have been found above
+        for (name, slot), part in zip(self._slots.items(), parts, strict=True):
+            slot.offsets(buffer).copy_(part.view(slot.offsets(buffer).dtype))
+            if slot.levels:
+                slot.scales(buffer).copy_(choice[name]["scales"])
+        return buffer
+
+    def pack(self, choice: torch.Tensor) -> torch.Tensor:
+        """The bytes that travel for a choice. Narrow offsets travel two to a byte."""
+        narrow = self._layout.narrow_bytes
+        if not narrow:
+            return choice
+        cut = len(choice) - narrow
+        self._message[:cut] = choice[:cut]
+        pack_halves(choice[cut:], self._message[cut:])
+        return self._message
+
+    def unpack(self, message: torch.Tensor, choice: torch.Tensor) -> None:
+        """The inverse of `pack`: choice <- what travelled."""
+        narrow = self._layout.narrow_bytes
+        if narrow:
+            cut = len(choice) - narrow
+            choice[:cut] = message[:cut]
+            unpack_halves(message[cut:], choice[cut:])
+
+
+def _place(view: torch.Tensor) -> tuple[int, int]:
+    """Where a view lies, even an empty one: its storage's address, and the bytes before it."""
+    return view.untyped_storage().data_ptr(), int(view.storage_offset()) * view.element_size()
+
+
+class Accumulators:
+    """The accumulators of a bucket's compressed tensors, for values at any indices.
+
+    They are simple rather than fast, and use two tensors as large as the bucket.
+
+    Attributes:
+        flat: (N,) acc, minus what was sent.
+        average: (N,) the average, zero where nothing was received.
+        parts: `flat` as one view per tensor.
+    """
+
+    def __init__(self, tensors: Sequence[CompressedTensor], slots: Sequence[TensorSlot]) -> None:
+        self._tensors, self._slots = tensors, slots
+        sizes = [tensor.residue.numel() for tensor in tensors]
+        self.flat = tensors[0].residue.new_empty(sum(sizes))
+        self.average = torch.empty_like(self.flat)
+        self.parts = list(self.flat.split(sizes))
+        self.averages = list(self.average.split(sizes))
+        self._chooser: Kernel | None = None
+
+    def begin(self, grads: Sequence[torch.Tensor], scale: float, frozen: Sequence[bool]) -> Count:
+        """acc <- m + scale*g, or 0 where frozen. Returns how many g are bad, and count as 0."""
+        self.average.zero_()
+        bad: Count = 0
+        for tensor, grad, is_frozen, own in zip(
+            self._tensors, grads, frozen, self.parts, strict=True
+        ):
+            if is_frozen:
+                own.zero_()
+            else:
+                bad = bad + add_usable(grad, tensor.residue, scale, own)
+        return bad
+
+    def choose(self, buffer: torch.Tensor) -> None:
+        """Write the offsets of the largest accumulators of each tensor to a buffer."""
+        if self._chooser is None:
+            slots = [
+                TensorSlot(part, slot.geometry, slot.offsets_at, slot.values_at)
+                for part, slot in zip(self.parts, self._slots, strict=True)
+            ]
+            dtype = self.flat.dtype
+            kernel = kernel_for(self.flat.device, dtype, dtype, self._slots[0].geometry)
+            self._chooser = kernel(slots, dtype)
+        # Accumulators replace residues here, and zero times accumulators is added to them.
+        self._chooser.begin(self.parts, [False] * len(self.parts), 0.0)
+        self._chooser.choose(0.0, buffer)
+        self._chooser.release()
+
+    def commit(self, grads: Sequence[torch.Tensor], scale: float, stay: Sequence[bool]) -> None:
+        """m <- (1 - beta)*m + beta*(acc - sent) unless it stays; g <- the average, in g's units."""
+        for tensor, own, average, stays, grad in zip(
+            self._tensors, self.parts, self.averages, stay, grads, strict=True
+        ):
+            if not stays and tensor.beta == 1:
+                tensor.residue.copy_(own)
+            elif not stays:
+                # Each operation must be rounded separately. On some processors add_ with alpha
+                # fuses both, and residues would then differ in bits.
+                tensor.residue.mul_(1 - tensor.beta).add_(own.mul_(tensor.beta))
+            grad.copy_(average if scale == 1 else average / scale)
 
 
 class Bucket:

@@ -7,7 +7,7 @@ residues become what they were, up to rounding.
 Moves come in two forms, and a method uses one of them. `select` and `take_and_accumulate` work in
 place on the residues, with kernels that fuse what they do. They serve offsets that are the same on
 all ranks, as ScaleCom's leader chooses them. The numbers (1) and (2) are those of reference.py.
-`accumulators`, `choose`, `send` and `receive` serve any indices and values (accumulators.py).
+`accumulators`, `choose`, `send` and `receive` serve any indices and values.
 
 An *offset* is a row in a lane, as it travels. A *position* is an index into one tensor. `places`
 are indices into the accumulators of the whole bucket.
@@ -22,9 +22,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch.profiler import record_function
 
-from scalecom_hvd.exchange.accumulators import Accumulators
 from scalecom_hvd.exchange.background_thread import Job
-from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.bucket import Accumulators, Bucket
 from scalecom_hvd.exchange.collectives import Step, Wait
 from scalecom_hvd.exchange.devices import on_host
 from scalecom_hvd.exchange.gradients import check_sizes

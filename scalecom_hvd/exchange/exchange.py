@@ -42,13 +42,13 @@ from scalecom_hvd.exchange.collectives import Collectives, Step, Wait, gather_ob
 from scalecom_hvd.exchange.devices import Streams, recorded
 from scalecom_hvd.exchange.diagnostics_sampler import Sampler
 from scalecom_hvd.exchange.face import Face, Options
+from scalecom_hvd.exchange.gradients import Gradient, Reported
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.checked_step import checked_step
 from scalecom_hvd.exchange.methods.state import State
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.pace import Pace
-from scalecom_hvd.exchange.reported import Gradient, Reported
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.residue_copies import ResidueCopies
 from scalecom_hvd.exchange.run import Averager

@@ -1,13 +1,22 @@
-"""p.grad as an exchange takes and gives it: flat and contiguous, whatever the script put there."""
+"""Gradients as an exchange takes and gives them: flat and contiguous; and the loss scale on them.
+
+A GradScaler keeps its scale on a device. Hooks of backward must not wait for it, so the host reads
+a copy, which begins when backward brings the first gradient.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from scalecom_hvd.config import largest_gradient
+from scalecom_hvd.exchange.collectives import Wait
+from scalecom_hvd.exchange.devices import HostCopy, uploaded
 
 
 class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
@@ -135,3 +144,97 @@ def values_of(grad: torch.Tensor) -> torch.Tensor:
 def any_of(grad: torch.Tensor) -> bool:
     """Whether some element is not zero. Waits for the gradient's device."""
     return bool(values_of(grad).any())
+
+
+class Gradient(NamedTuple):
+    """A gradient that was reported.
+
+    If its parameter is not trained, and all elements are zero, its residue waits.
+    """
+
+    flat: torch.Tensor | None  # (N,); None: this rank has none, or it travels in another way
+    trained: bool  # whether its parameter is trained
+
+
+_NONE = Gradient(None, True)
+
+
+class Reported(dict[str, Gradient]):
+    """{name: gradient}, in the order in which they were reported, and what all are `like`."""
+
+    def __init__(self, like: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._like = like
+
+    def flats(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """{name: (N,)}, with zeros for what did not arrive on this rank."""
+        flats = {}
+        for name in names:
+            flat, like = self.get(name, _NONE).flat, self._like[name]
+            flats[name] = like.detach().new_zeros(like.numel()) if flat is None else flat
+        return flats
+
+    def idle(self, flats: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names of untrained tensors. If a script gave one a gradient, the gradient counts."""
+        trained = {name: self.get(name, _NONE).trained for name in flats}
+        return [name for name, flat in flats.items() if not (trained[name] or any_of(flat))]
+
+    def used(self, flats: Mapping[str, torch.Tensor], zeros_count: bool) -> torch.Tensor:
+        """(number of tensors,): which this rank has; zeros only if they `count`. No host waits."""
+        if not zeros_count:
+            return torch.stack([flat.any() for flat in flats.values()])
+        has = [self.get(name, _NONE).flat is not None for name in flats]
+        return uploaded(np.array(has), next(iter(flats.values())).device)
+
+
+class LossScale:
+    """What a script gave as `loss_scale=`.
+
+    Args:
+        given: a torch.amp.GradScaler, a function that returns the current scale, or None.
+
+    Raises:
+        TypeError: it is something else.
+    """
+
+    def __init__(self, given: object) -> None:
+        if given is not None and not callable(getattr(given, "get_scale", given)):
+            raise TypeError(
+                "loss_scale must be a GradScaler or a callable that gives the current scale, not "
+                f"{given!r}"
+            )
+        self._given: Any = given
+
+    def read(self) -> float | torch.Tensor:
+        """The current scale: a number, or a tensor that may be on a device."""
+        if self._given is None:
+            return 1.0
+        # A GradScaler's own tensor, because get_scale() would wait for it. None: there is none yet.
+        is_scaler = isinstance(self._given, torch.amp.GradScaler)
+        scale = getattr(self._given, "_scale", None) if is_scaler else None
+        return getattr(self._given, "get_scale", self._given)() if scale is None else scale
+
+    def inverse(self) -> Wait[float]:
+        """1 / loss scale, once the host has it. It brings gradients into the residues' units.
+
+        Raises:
+            ValueError: the scale is not a finite number above 0. If the host does not have it yet,
+                the Wait raises this.
+        """
+        scale = self.read()
+        if not isinstance(scale, torch.Tensor):
+            scale = torch.tensor(scale, dtype=torch.float64, device="cpu")
+        copy = HostCopy(scale)
+        comes: Wait[float] = Wait("loss scale", copy, round=0, then=_inverse)
+        if copy.done():  # so that a wrong scale is refused at once
+            comes.now()
+        return comes
+
+
+def _inverse(scale: torch.Tensor) -> float:
+    if not 0 < scale < math.inf:
+        raise ValueError(
+            "loss_scale= must give a finite number above 0, such as a GradScaler's scale, not "
+            f"{float(scale):g}"
+        )
+    return 1 / float(scale)

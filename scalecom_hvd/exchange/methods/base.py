@@ -20,7 +20,7 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Collectives, Step
-from scalecom_hvd.exchange.loss_scale import LossScale
+from scalecom_hvd.exchange.gradients import LossScale
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.state import State
 from scalecom_hvd.exchange.momentum import QuasiHyperbolic
