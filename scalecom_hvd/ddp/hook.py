@@ -84,8 +84,9 @@ class ScaleComState:
                 f"{', '.join(settings)}. Give the settings to the method: "
                 f"compression={type(compression).__name__}({', '.join(settings)}=...)"
             )
-        finished = isinstance(compression, Method)
-        self.compression = compression if finished else compression(**settings)
+        if not isinstance(compression, Method):
+            compression = compression(**settings)
+        self.compression = compression
         self._begin()
         self.attach(model, process_group, collectives=collectives, mesh=mesh)
 
@@ -112,7 +113,8 @@ class ScaleComState:
 
         All ranks must call this together, with arguments as in the constructor.
         """
-        wrapper = _wrapper_of(model)
+        unwrapped = getattr(model, "_orig_mod", model)  # torch.compile's
+        wrapper = unwrapped if isinstance(unwrapped, DistributedDataParallel) else None
         check_model(model, wrapper)
         if mesh is not None:
             if process_group is not None or collectives is not None:
@@ -332,7 +334,7 @@ class _Reduced:
 
     def __init__(self, buffer: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> None:
         self.buffer, self.gradients = buffer, gradients
-        devices = [] if buffer.device.type == "cpu" else [buffer.device]
+        devices: list[Any] = [] if buffer.device.type == "cpu" else [buffer.device]
         self.given: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         # If a future was given an exception, DDP takes the exception for a tensor. But a callback
         # of a future can raise it.
@@ -346,11 +348,6 @@ class _Reduced:
                 gradient.copy_(average.view(gradient.shape))
         self.given.set_result(self.buffer)
         return self.future
-
-
-def _wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
-    model = getattr(model, "_orig_mod", model)  # torch.compile's
-    return model if isinstance(model, DistributedDataParallel) else None
 
 
 def check_model(model: nn.Module, wrapper: DistributedDataParallel | None) -> None:

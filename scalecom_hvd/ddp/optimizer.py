@@ -22,19 +22,8 @@ from scalecom_hvd.ddp.fsdp_groups import FsdpGroups
 from scalecom_hvd.ddp.nodes import check_averages, check_mesh, check_shards, peers_of, ranks_of_node
 from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives
 from scalecom_hvd.ddp.sharded_optimizer import AveragesInBackward, ShardedGradients
+from scalecom_hvd.exchange import faces
 from scalecom_hvd.exchange.collectives import Collectives
-from scalecom_hvd.exchange.faces import (
-    check_left_out,
-    check_parameters,
-    check_steps,
-    common_parameters,
-    is_method,
-    local_members,
-    method_of,
-    names_of_groups,
-    trained_parameters,
-    zero_state,
-)
 from scalecom_hvd.exchange.gradients import local_part
 from scalecom_hvd.exchange.local.local_steps import LocalSteps
 from scalecom_hvd.exchange.local.outer_step import Outer
@@ -133,18 +122,20 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise ValueError(
             "op must be dist.ReduceOp.AVG (the default) or SUM: other operations need all values"
         )
-    check_steps(backward_passes_per_step, local_steps, outer, overlap, fragments, clip_changes)
+    faces.check_steps(
+        backward_passes_per_step, local_steps, outer, overlap, fragments, clip_changes
+    )
     if compression is None:
         compression = everything_whole()
-    if not is_method(compression):
+    if not faces.is_method(compression):
         raise TypeError(
             "compression must be a method such as ScaleCom or RandomK(rate=100), or None, not "
             f"{compression!r}"
         )
-    method = method_of(compression, local_steps)
-    parameters = trained_parameters(optimizer, named_parameters, sharded=mesh is not None)
+    method = faces.method_of(compression, local_steps)
+    parameters = faces.trained_parameters(optimizer, named_parameters, sharded=mesh is not None)
     _check_names(optimizer, parameters)
-    named_groups = names_of_groups(groups, parameters)
+    named_groups = faces.names_of_groups(groups, parameters)
     node: Node | None = None
     own: ProcessGroupCollectives | None = None
     if mesh is not None:
@@ -155,7 +146,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             (process_group is not None, "process_group", why_not),
             (collectives is not None, "collectives", why_not),
         )
-        check_left_out("mesh=", settings)
+        faces.check_left_out("mesh=", settings)
         peers, ranks = _peers_and_node(parameters, mesh, may_be_whole=local_steps is not None)
         collectives, node = peers, Node(ranks)
         if local_steps is None:
@@ -188,13 +179,13 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             collectives,
             Schedule(local_steps, fragments),
             named_groups,
-            start_anew=lambda: zero_state(this()),
+            start_anew=lambda: faces.zero_state(this()),
             outer=outer,
             overlap=overlap,
             clip_changes=clip_changes,
             node=node,
         )
-        members, bases = local_members(local, type(optimizer), parameters.values()), ()
+        members, bases = faces.local_members(local, type(optimizer), parameters.values()), ()
     with method.run.released_on_error():
         fsdp = FsdpGroups(parameters.values(), mesh)
         wrapped = _of_own_class(optimizer, bases, members, _method=method, _fsdp=fsdp)
@@ -270,7 +261,7 @@ def broadcast_parameters(
     state = model.state_dict() if isinstance(model, torch.nn.Module) else model
     items = state.values() if isinstance(state, dict) else state
     root = dist.get_process_group_ranks(process_group or dist.group.WORLD)[root_rank]
-    with common_parameters(state):
+    with faces.common_parameters(state):
         for item in items:
             tensor = item[1] if isinstance(item, tuple) else item
             if hasattr(tensor, "to_local") and process_group is None:
@@ -320,7 +311,7 @@ class _Averaging:
     def synchronize(self) -> None:
         """Average all gradients now, if any rank has some that were not averaged yet."""
         if self._left:
-            check_parameters(self.param_groups, self._left, "average")  # type: ignore[attr-defined]
+            faces.check_parameters(self.param_groups, self._left, "average")  # type: ignore[attr-defined]
         try:
             if self._left and self._gradients.must_exchange(fresh=self._fresh):
                 for parameter in [p for p in self._left if p not in self._reported]:

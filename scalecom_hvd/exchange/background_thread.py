@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 POLL_SECONDS = 3e-4
 
@@ -57,9 +56,7 @@ def wait_for_kept(given_up: float = math.inf) -> None:
 class Job(Future):
     """A function that is called on the thread."""
 
-    def wait(self) -> Any:
-        """Wait for the call. Return what the function returned, or raise what it raised."""
-        return self.result()
+    wait = Future.result
 
 
 class BackgroundThread:

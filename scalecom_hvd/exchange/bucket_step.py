@@ -106,10 +106,7 @@ class BucketStep:
     # What a method asks for: moves in place.
 
     def new_offsets(self) -> torch.Tensor:
-        """A buffer of bytes for this step's choice. Ranks that do not lead broadcast it, too.
-
-        State may hold views of the last step's buffer.
-        """
+        """A buffer of bytes for this step's choice: the leader's, or that in which it arrives."""
         self._has_chosen = True
         return self.choices.new()
 

@@ -375,7 +375,7 @@ class Exchange(Averager):
         names = self.residues.tensors.keys() - self._elsewhere
         return self.residues.sends_whole or not self._method.is_ready(names)
 
-    def _bucket_step(self, progress: Progress) -> Step[None]:
+    def _bucket_step(self, progress: Progress, channel: Collectives) -> Step[None]:
         """One bucket's step, from its gradients to their averages. All gradients are here."""
         bucket = progress.bucket
         if progress.state_arrives is not None:
@@ -394,23 +394,19 @@ class Exchange(Averager):
         vote = self._pace.vote() if self._pace is not None and bucket.number == 0 else None
         step = BucketStep(bucket, scale, flats, self._whole, self._arrived.idle(flats), used, vote)
         progress.step = step
-        channel, now = self._waves.channel_of(bucket), self.residues.step
-        what = step, now, self.leader_at, self._submitted
+        what = step, self.residues.step, self.leader_at, self._submitted
         collectives = BucketCollectives(channel, self.names, *what)
         if self._looks():
             self._sampler.before(step)
         if bucket.compressed:
-            state = self._state(bucket)
+            run, now = self._method.run, self.residues.step
+            # These are copies. If a method changes a dictionary in place, only its copy changes.
+            own = {name: dict(run.tensor_states[name]) for name in bucket.compressed}
+            state = State(now, own, dict(run.method_state), self.residues.is_whole_at(now + 1))
             progress.new_state = yield from checked_step(self._method, step, collectives, state)
         if not collectives.sent_values:
             yield from collectives.average_taken()
         step.check()
-
-    def _state(self, bucket: Bucket) -> State:
-        run, now = self._method.run, self.residues.step
-        # These are copies. If a method changes a dictionary in place, only its copy changes.
-        own = {name: dict(run.tensor_states[name]) for name in bucket.compressed}
-        return State(now, own, dict(run.method_state), self.residues.is_whole_at(now + 1))
 
     def leader_at(self, step: int, bucket: int) -> int:
         """The position of the rank that chooses for a bucket in a step."""

@@ -77,7 +77,7 @@ def local_members(
         "step": step,
         # Not Horovod's: that forgets what is under way, which is not this optimizer's state.
         "load_state_dict": base.load_state_dict,
-        "synchronize": _nothing_to_synchronize,
+        "synchronize": lambda self: None,  # gradients are this rank's own
         "skip_synchronize": skip_nothing,
         "synchronize_parameters": _synchronize_parameters,
     }
@@ -146,10 +146,6 @@ def zero_state(optimizer: torch.optim.Optimizer) -> None:
     for value in values:
         if isinstance(value, torch.Tensor):
             value.zero_()
-
-
-def _nothing_to_synchronize(self: object) -> None:
-    """Do nothing: gradients are this rank's own. See synchronize_parameters."""
 
 
 @contextlib.contextmanager

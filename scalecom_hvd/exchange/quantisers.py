@@ -72,7 +72,8 @@ class Quantiser:
         counts: how many of the values belong to each tensor.
         """
         blocks = _spread(values, counts, self.block)
-        lengths = _lengths(counts, self.block, values.device)
+        parts = [np.minimum(self.block, n - np.arange(0, n, self.block)) for n in counts]
+        lengths = uploaded(np.concatenate(parts).astype(np.float64), values.device)
 
         def uniform() -> torch.Tensor:
             return torch.rand(blocks.shape, generator=random, device="cpu").to(values)
@@ -313,12 +314,6 @@ def unpack_levels(packed: torch.Tensor, bits: int) -> torch.Tensor:
     shifts = [8 - bits - i for i in range(0, 8, bits)]
     fields = torch.stack([packed << shift for shift in shifts], 1) if bits < 8 else packed
     return fields.contiguous().view(torch.int8).view(-1) >> (8 - bits)
-
-
-def _lengths(counts: Sequence[int], block: int, device: torch.device) -> torch.Tensor:
-    """(blocks,) float64: how many values each block has. Each tensor begins with a block."""
-    parts = [np.minimum(block, count - np.arange(0, count, block)) for count in counts]
-    return uploaded(np.concatenate(parts).astype(np.float64), device)
 
 
 def _spread(values: torch.Tensor, counts: Sequence[int], block: int) -> torch.Tensor:

@@ -184,10 +184,6 @@ class Residues:
         self.enter_stage()
         check_run(self.config, self.rates, shapes, self.synchronisations_in)
 
-    def detach(self) -> None:
-        """Forget the parameters."""
-        self.tensors, self.rates, self.synchronisations_in = {}, {}, int
-
     def norms_due(self) -> bool:
         """Whether this is a step in which norms are looked at."""
         return self.step % LOOK_EVERY == 0

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from scalecom_hvd import saved_state
 from scalecom_hvd.agreement import Names, Settings, agree, check_residues_of, describe, digest_of
 from scalecom_hvd.bucket_layout import Stats
 from scalecom_hvd.config import ScaleComConfig
@@ -27,19 +28,7 @@ from scalecom_hvd.exchange.residue import Residues, describe_tensors
 from scalecom_hvd.integers import blocks_of
 from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.recent_norms import RecentNorms
-from scalecom_hvd.saved_state import (
-    STATE_VERSION,
-    Saved,
-    check_finite,
-    check_local_steps,
-    check_offsets,
-    check_residues,
-    check_scales,
-    check_shard,
-    check_state,
-    norms_of,
-    without_choice,
-)
+from scalecom_hvd.saved_state import STATE_VERSION, Saved
 from scalecom_hvd.stages import START
 
 if TYPE_CHECKING:
@@ -107,7 +96,7 @@ class Averager:
 
     def check_state(self, state: Saved) -> None:
         """Raise ValueError unless this complete state fits."""
-        check_local_steps(state, local=False)
+        saved_state.check_local_steps(state, local=False)
 
     def load_state_dict(self, state: Saved) -> None:
         """Load what `state_dict` gave, from a state that has passed `check_state`."""
@@ -171,7 +160,8 @@ class Run:
     def release(self) -> None:
         """No optimizer could be made: serve none, and keep the state that was loaded."""
         self.averager = None
-        self.residues.detach()
+        residues = self.residues
+        residues.tensors, residues.rates, residues.synchronisations_in = {}, {}, int
         self.tensor_states, self.method_state = {}, {}
 
     @contextlib.contextmanager
@@ -240,11 +230,13 @@ class Run:
             self._method.settle(every_step=bool(saved.get("step_ahead", saved.get("nu") != 1)))
         residues = self.residues
         self._check(state, self.averager)
-        state = without_choice(state, residues.config)
-        check_finite({name: bool(r.isfinite().all()) for name, r in state["residues"].items()})
+        state = saved_state.without_choice(state, residues.config)
+        saved_state.check_finite(
+            {name: bool(r.isfinite().all()) for name, r in state["residues"].items()}
+        )
         if self.averager is not None:
             self._check_fits(state)
-        residues.step, residues.health.norms = int(state["step"]), norms_of(state)
+        residues.step, residues.health.norms = int(state["step"]), saved_state.norms_of(state)
         if residues.rung is not None:
             # A state of a given rate has no rung.
             residues.rung, residues.rung_since = state.get("rung", (START, residues.step))
@@ -265,12 +257,12 @@ class Run:
         if "config" in state and not state.get("residues", True):
             # It was saved before there was an optimizer, when nothing said what beta is.
             state = {**state, "config": {**state["config"], "beta": config.beta}}
-        check_state(state, config, self._method.settings)
-        norms_of(state)  # raises, if they are damaged
+        saved_state.check_state(state, config, self._method.settings)
+        saved_state.norms_of(state)  # raises, if they are damaged
         if averager is not None:
             averager.check_state(state)
             node = averager.node
-            check_shard(state, (0, 1) if node is None else (node.position, node.size))
+            saved_state.check_shard(state, (0, 1) if node is None else (node.position, node.size))
             theirs, mine = state.get("rank"), averager.collectives
             # Ranks of an elastic run change their positions, but keep their states. When ranks
             # agree, it is checked that no two of them have the same rank's residues.
@@ -309,7 +301,7 @@ class Run:
         if not state["residues"]:
             return  # it was saved before the first step, or by a single process
         saved = {name: tuple(residue.shape) for name, residue in state["residues"].items()}
-        check_residues(saved, {name: tuple(t.shape) for name, t in tensors.items()})
+        saved_state.check_residues(saved, {name: tuple(t.shape) for name, t in tensors.items()})
         lanes = self.residues.lanes_at(int(state["step"]))
         self._check_tensor_states(_saved_states(state), lanes)
         expected = {what: _shape(value) for what, value in self._method.init_method().items()}
@@ -336,9 +328,11 @@ class Run:
                 # Look-ahead's choice does not exist at the start. Kernels access memory by it.
                 arrays = {name: own.cpu().numpy() for name, own in values.items()}
                 if what == "offsets":
-                    check_offsets(arrays, lanes)
+                    saved_state.check_offsets(arrays, lanes)
                 else:
-                    check_scales(arrays, {name: blocks_of(own.k) for name, own in lanes.items()})
+                    saved_state.check_scales(
+                        arrays, {name: blocks_of(own.k) for name, own in lanes.items()}
+                    )
                 continue
             for name, value in values.items():
                 found.setdefault(name, {})[what] = tuple(value.shape)
@@ -427,12 +421,14 @@ class Run:
         config = self.residues.config.to_dict()
         tensors = describe_tensors(parameters, self.residues)
         compared = {**describe(config, settings, tensors), **topics}
+        ranks, rank = self._loaded_from
+        is_known = ranks == collectives.size and not collectives.elastic
         mine = compared | {
             "name": names.numbers.claim(),
             "step": self.residues.step,
             "rung": [self.residues.rung, self.residues.rung_since],
             "state": self.digest_of_state(),
-            "residues_of": self._residues_of(collectives),
+            "residues_of": rank if is_known else None,
             **told,
         }
         everyone = gather_objects(collectives, mine, "agreement")
@@ -442,11 +438,6 @@ class Run:
         latest = max(everyone, key=lambda other: other["step"])
         self.residues.rung, self.residues.rung_since = latest["rung"]
         return everyone
-
-    def _residues_of(self, collectives: Collectives) -> int | None:
-        """The rank that these residues belong to, if it can be known."""
-        ranks, rank = self._loaded_from
-        return rank if ranks == collectives.size and not collectives.elastic else None
 
     def compare_states(self, digests: Collection[str | None]) -> None:
         """Begin anew what must be the same on all ranks, if their digests differ."""

@@ -19,8 +19,7 @@ from scalecom_hvd.integers import field_bits, fields_per_word, words_of
 class Values:
     """A buffer that is all-reduced: [values | tensors sent whole | flags | one count].
 
-    Kernels write this rank's values to `compressed` (n_values,). The others are views of the
-    buffer:
+    Kernels write this rank's values to `compressed` (n_values,). The others view the buffer:
     `averages` of the values, `whole` ({name: view}) of the tensors sent whole, and `flags`.
     """
 

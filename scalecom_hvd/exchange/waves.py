@@ -125,15 +125,11 @@ class Waves:
         self,
         buckets: Sequence[Bucket],
         channels: Sequence[Collectives],
-        begin: Callable[[Progress], Step[None]],
+        begin: Callable[[Progress, Collectives], Step[None]],
     ) -> None:
         self.all = [Progress(bucket) for bucket in buckets]
         self.of = {name: step for step in self.all for name in step.bucket.names}
         self._channels, self._begin = channels, begin
-
-    def channel_of(self, bucket: Bucket) -> Collectives:
-        """The channel on which this bucket's collectives travel."""
-        return self._channels[bucket.number % len(self._channels)]
 
     def advance(self, steps: Sequence[Progress]) -> None:
         """Let all steps go on, then begin those of `steps` that can, without waiting."""
@@ -147,7 +143,7 @@ class Waves:
         for step in steps:
             channel = step.bucket.number % len(self._channels)
             if channel not in taken and (all_are_here or not step.waiting):
-                step.start(self._begin(step))
+                step.start(self._begin(step, self._channels[channel]))
             if step.has_more or not step.has_begun:
                 taken.add(channel)
 
