@@ -326,10 +326,10 @@ class _Layout(Face):
 
 
 class _Reduced:
-    """One of DDP's buckets, a buffer of which each gradient is a part, while it is averaged.
+    """One of DDP's buckets, a buffer that holds each gradient, while it is averaged.
 
-    `given` is a future that is given the averages, or an error. `future`, what DDP waits for,
-    raises it.
+    `given` is a future that gets the averages, or an error. `future`, which DDP waits for, raises
+    it.
     """
 
     def __init__(self, buffer: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -365,10 +365,7 @@ def check_model(model: nn.Module, wrapper: DistributedDataParallel | None) -> No
 
 
 def averaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """{name: parameter} of all that are trained and averaged, by their names inside wrappers.
-
-    So a state fits the same model anywhere else.
-    """
+    """{name: parameter}, by names inside wrappers, of all that are trained and averaged."""
     ignored: Collection[str] = ()
     inside: Any = model
     while isinstance(inside, DistributedDataParallel) or hasattr(inside, "_orig_mod"):

@@ -21,10 +21,7 @@ FULLY_SHARD = 'fully_shard(module, mesh=mesh["replicate", "shard"])'
 
 
 def check_mesh(mesh: object, sharded: bool = False) -> None:
-    """Raise TypeError or ValueError unless this is a mesh of nodes.
-
-    sharded: whether the model is sharded, so that a node may have any dimensions.
-    """
+    """Raise an error unless this is a mesh of nodes, inside which shards have any dimensions."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, such as {EXAMPLE}, not {mesh!r}")
     names = mesh.mesh_dim_names or ()
@@ -78,10 +75,7 @@ def is_hybrid(parameter: torch.Tensor, mesh: DeviceMesh | None) -> bool:
 
 
 def check_shards(parameters: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> None:
-    """Raise TypeError or ValueError unless each is sharded inside the node, and nowhere else.
-
-    Tensor parallelism leaves some tensors whole, whose gradients all ranks of a node compute alike.
-    """
+    """Raise an error unless each is sharded in the node only (or whole: tensor parallelism)."""
     own = set(mesh.mesh[mesh.get_local_rank(BETWEEN)].flatten().tolist())
     is_fsdp = INSIDE in mesh.mesh_dim_names
     if not is_fsdp and not any(hasattr(p, "device_mesh") for p in parameters.values()):

@@ -124,11 +124,7 @@ class ProcessGroupWork:
         return self._is_enqueued or self._work is None or self._work.is_completed()
 
     def wait(self) -> torch.Tensor:
-        """Wait for the collective, and return its result.
-
-        Raises:
-            CollectiveError: the collective failed, for example because a rank was lost.
-        """
+        """Return the result, or raise CollectiveError, for example because a rank was lost."""
         if self._work is not None:
             work, self._work = self._work, None
             try:
@@ -272,10 +268,7 @@ class ProcessGroupCollectives:
         return channel
 
     def end_with(self, owner: object) -> None:
-        """When `owner` is gone, give up the groups, also those of the channels.
-
-        Only the owner submits collectives. Those that it has submitted are still completed.
-        """
+        """When `owner` is gone, give up all groups, once what it has submitted is complete."""
         weakref.finalize(owner, _give_up_groups, self._all).atexit = False
 
     def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> ProcessGroupWork:
@@ -304,11 +297,7 @@ def _give_up_groups(everything: Iterable[ProcessGroupCollectives]) -> None:
 
 
 def _backend_for(device: torch.device, group: dist.ProcessGroup | None) -> str:
-    """The backend that moves a device's tensors in the script's group, such as "nccl".
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The backend of the group for a device, such as "nccl". Raises ValueError if none."""
     if device.type == "cpu":
         return "gloo"  # whatever the script's group has: MPI's has no groups of threads
     # Such as "cpu:gloo,cuda:nccl".

@@ -256,11 +256,7 @@ class AveragesInBackward:
 
     @not_compiled
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a step with the averages.
-
-        Raises:
-            RuntimeError: a hook of backward calls this, when there are no averages yet.
-        """
+        """Take a step with the averages, or raise RuntimeError in a hook of backward."""
         self._gradients.refuse_inside_backward()
         groups = self.param_groups  # type: ignore[attr-defined]
         check_parameters(groups, self._gradients.names, "average")

@@ -108,12 +108,9 @@ def _place(view: torch.Tensor) -> tuple[int, int]:
 class Accumulators:
     """The accumulators of a bucket's compressed tensors, for values at any indices.
 
-    They are simple rather than fast, and use two tensors as large as the bucket.
-
-    Attributes:
-        flat: (N,) acc, minus what was sent.
-        average: (N,) the average, zero where nothing was received.
-        parts: `flat` as one view per tensor.
+    They are simple rather than fast, and use two tensors as large as the bucket: `flat` (N,), acc
+    minus what was sent (and in `parts`, a view per tensor); and `average` (N,), zero where nothing
+    came.
     """
 
     def __init__(self, tensors: Sequence[CompressedTensor], slots: Sequence[TensorSlot]) -> None:
@@ -226,20 +223,14 @@ class Bucket:
         assert not dense or apart, "integers share no bucket with whole tensors"
 
         geometries = {tensor.name: tensor.geometry for tensor in self.tensors}
-        self.layout = Layout(geometries, has_scales=self.levels > 0)
-        self.slots = [
-            TensorSlot(
-                tensor.residue,
-                tensor.geometry,
-                self.layout.offsets[tensor.name].start,
-                self.layout.values[tensor.name].start,
-                self.levels,
-                self.layout.scales[tensor.name].start,
-            )
-            for tensor in self.tensors
-        ]
-        by_name = dict(zip(self.compressed, self.slots, strict=True))
-        self.choices = Choices(by_name, self.layout, self._device)
+        self.layout = at = Layout(geometries, has_scales=self.levels > 0)
+        slots = {}
+        for name, own in self.compressed.items():
+            places = at.offsets[name].start, at.values[name].start
+            scales = self.levels, at.scales[name].start
+            slots[name] = TensorSlot(own.residue, own.geometry, *places, *scales)
+        self.slots = list(slots.values())
+        self.choices = Choices(slots, self.layout, self._device)
         self._n_flags = len(names) * has_flags + has_vote
         lengths = self.layout.n_values, self._n_flags
         self.values: Values | IntegerValues

@@ -336,8 +336,7 @@ class BucketStep:
     def check(self) -> None:
         """Set `sound`, when the averages have arrived: whether the step counts, on all ranks alike.
 
-        It counts if all gradients are finite, and all averages are in the gradients' dtype. No host
-        waits.
+        It does if all gradients, and averages in their dtype, are finite. No host waits.
         """
         averages = [self._averaged]
         if self._received is not None and self._bucket.levels:
@@ -386,8 +385,7 @@ class BucketStep:
     def commit(self, unused: Collection[str] = ()) -> None:
         """Gradients become averages, and residues keep what was not sent.
 
-        unused: names of tensors that no rank uses: their residues become what they were before the
-        step, up to rounding, and their averages zero.
+        unused: names that no rank uses. Their residues stay, up to rounding, and averages are zero.
         """
         self._committed = True
         if self._has_chosen:
@@ -426,8 +424,7 @@ class BucketStep:
     def roll_back(self, keep_gradients: bool = False) -> None:
         """Undo this step's moves, unless the step is committed.
 
-        With `keep_gradients`, residues then keep the gradients from before a change, so nothing is
-        lost.
+        With `keep_gradients`, residues keep the gradients from before a change.
         """
         if self._job is not None:
             self._job.exception()  # wait for a move that is still running

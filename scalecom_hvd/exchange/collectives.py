@@ -93,8 +93,7 @@ class Collectives(Protocol):
     def numbers(self) -> Numbers:
         """Counts the exchanges of this process, so that each has names of its own.
 
-        It is `agreement.NUMBERS`. If several ranks live in one process, each has its own
-        `Numbers()`.
+        `agreement.NUMBERS`, or a `Numbers()` for each of several ranks in one process.
         """
 
     def channel(self) -> Collectives:
@@ -110,8 +109,7 @@ class Collectives(Protocol):
     def all_reduce(self, buffer: torch.Tensor, name: str) -> Work:
         """Multiply the sum of all ranks' buffers by `share`, in place.
 
-        For int32, give the sum itself, because words of fields (integers.py) cannot be divided. The
-        sum may wrap around: a word has no sign.
+        int32 is only summed, and may wrap around: words of fields (integers.py) have no sign.
         """
 
     def gather(self, tensor: torch.Tensor, name: str) -> Work:

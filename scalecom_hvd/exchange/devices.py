@@ -29,10 +29,7 @@ import torch
 
 
 class Streams:
-    """One stream on each of these devices.
-
-    Args:
-        devices: the devices of the parameters. A CPU has no streams.
+    """One stream on each of these devices of the parameters. A CPU has none.
 
     Raises:
         ValueError: this PyTorch has no streams that work the same on any device.
@@ -51,8 +48,7 @@ class Streams:
     def entered(self, joins: bool = True) -> AbstractContextManager[None]:
         """Inside, work is enqueued on these streams, behind what the current streams hold so far.
 
-        joins: whether the current streams wait for this work at the end. In backward's hooks they
-        need not.
+        joins: whether the current streams wait for it at the end, which backward's hooks need not.
         """
         # Every gradient's hook calls this, also on CPUs.
         return self._entered(joins) if self._streams else _NOTHING

@@ -23,11 +23,7 @@ log = logging.getLogger("scalecom_hvd")
 
 
 class Sampler:
-    """Looks at one optimizer's steps on this rank.
-
-    Args:
-        diagnostics: which steps and how much of the model to look at, and where the numbers go.
-    """
+    """Looks at one optimizer's steps on this rank, as its diagnostics say."""
 
     def __init__(self, diagnostics: Diagnostics) -> None:
         self.last: Numbers | None = None  # of the last look, with its step
@@ -75,10 +71,9 @@ class Sampler:
                 self._columns[name] = tuple(map(torch.zeros_like, column)) if frozen else column
 
     def look(self, collectives: Collectives, name: str) -> None:
-        """Let ranks compare what they saw of a step that is over.
+        """Let all ranks compare what they saw of a step that is over.
 
-        All ranks call this, so they may wait for each other. If a part of the step was skipped, all
-        ranks know it, and there is nothing to compare. name: the full name of the gather.
+        If a part of the step was skipped, all ranks know it, and there is nothing to compare.
         """
         columns, self._columns = self._columns, {}
         self._before.clear()

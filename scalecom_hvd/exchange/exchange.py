@@ -270,10 +270,7 @@ class Exchange(Averager):
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients must stay as reported until `finish`; waits for the loss scale.
-
-        Their buckets may have begun, or the loss scale that they carry was read.
-        """
+        """Whether gradients must stay until `finish`: buckets have begun, or a scale was read."""
         scaled = not self._whole and self._unscaling is not None and self._unscaling.now() != 1
         return self.agreed or scaled
 
@@ -318,10 +315,7 @@ class Exchange(Averager):
 
     @contextlib.contextmanager
     def entered(self, joins: bool = True) -> Iterator[None]:
-        """Let in one thread at a time. If something fails inside, forget the step in progress.
-
-        joins: see Streams.entered.
-        """
+        """Let one thread in. After an error, forget the step. `joins`: see Streams.entered."""
         with self._lock, self.streams.entered(joins):
             try:
                 yield

@@ -68,9 +68,7 @@ class Face:
         return ()
 
     def aborted(self, restarted: bool) -> None:
-        """Forget what belongs to the step in progress, which was given up.
+        """Forget the step in progress, which was given up.
 
-        Args:
-            restarted: whether ranks were started anew (elastic runs), so that all must be agreed
-                again.
+        restarted: whether ranks were started anew (elastic runs), so that all must be agreed again.
         """

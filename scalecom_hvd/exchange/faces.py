@@ -122,10 +122,7 @@ def check_left_out(argument: str, settings: Iterable[tuple[bool, str, str]]) -> 
 def check_parameters(
     groups: Iterable[Mapping[str, Any]], known: Collection[torch.Tensor], what: str
 ) -> None:
-    """Raise RuntimeError if groups hold a trained parameter that is not among those known.
-
-    what: what ranks would never do with such parameters.
-    """
+    """Raise RuntimeError if groups train a parameter not known, so ranks never do `what`."""
     trained = (p for group in groups for p in group["params"] if p.requires_grad)
     if any(p not in known for p in trained):
         end_step_by_error()
@@ -164,10 +161,7 @@ def _synchronize_parameters(self: Any) -> None:
 
 @contextlib.contextmanager
 def common_parameters(params: dict[str, object] | list[object]) -> Iterator[None]:
-    """For a broadcast of a state_dict or a list, make parameters the common ones.
-
-    Ranks have their own in the middle of a round of local steps.
-    """
+    """For a broadcast of a state_dict or a list, show the common parameters of local steps."""
     held = [local for local in rounds_of(params) if local.own.held] if any_held() else []
     for local in held:
         local.show_common()
@@ -234,12 +228,10 @@ def trained_parameters(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
     sharded: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """{name: parameter} of what the optimizer trains, in the order of the model's layers.
-
-    named_parameters: see the faces' DistributedOptimizer. sharded: whether they may be sharded.
+    """{name: parameter} of what the optimizer trains, in the order of named_parameters.
 
     Raises:
-        TypeError: they are sharded, or the optimizer averages gradients already.
+        TypeError: they are sharded and may not be, or the optimizer averages gradients already.
     """
     check_no_engine(optimizer)
     if hasattr(optimizer, "skip_synchronize"):

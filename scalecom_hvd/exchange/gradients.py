@@ -147,10 +147,7 @@ def any_of(grad: torch.Tensor) -> bool:
 
 
 class Gradient(NamedTuple):
-    """A gradient that was reported.
-
-    If its parameter is not trained, and all elements are zero, its residue waits.
-    """
+    """A gradient that was reported. Zeros of an untrained parameter let its residue wait."""
 
     flat: torch.Tensor | None  # (N,); None: this rank has none, or it travels in another way
     trained: bool  # whether its parameter is trained

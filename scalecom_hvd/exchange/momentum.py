@@ -123,10 +123,7 @@ class QuasiHyperbolic:
         _everyone.add(self)
 
     def mixes_of(self, optimizer: torch.optim.Optimizer, is_outer: bool) -> list[_Mix]:
-        """How the momenta of an optimizer are mixed in the step that is about to begin.
-
-        is_outer: whether the optimizer has yet to average gradients, if it calls step twice.
-        """
+        """How momenta are mixed in the step that begins; `is_outer`: see _is_outer."""
         residues = self._residues
         if residues.config.nu == 1 or self._collectives.size < 2:
             return []
@@ -261,8 +258,7 @@ def _begin(optimizer: torch.optim.Optimizer) -> None:
 def _takes_step(optimizer: Any) -> bool:
     """Whether the step will count. Gradients are then unscaled.
 
-    A GradScaler leaves both to an optimizer that says it can do them, as fused ones do. The host
-    waits here for the GradScaler's answer, as it does for all other optimizers.
+    A GradScaler leaves both to an optimizer that can do them. The host waits for its answer here.
     """
     found, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if found is not None and float(found):

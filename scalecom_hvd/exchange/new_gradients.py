@@ -164,10 +164,9 @@ class NewGradients:
         return any(other["fresh"] for other in everyone)
 
     def came_by_hand(self, sparse: Collection[str], send_sparse: SparseAverage | None) -> bool:
-        """Whether scripts put gradients into p.grad, if backward gave no rank any.
+        """Whether scripts put gradients into p.grad, if backward gave no rank any; waits for all.
 
-        If not, p.grad becomes what Horovod would make of it. Waits for all ranks. `sparse` names
-        the parameters with sparse gradients.
+        If not, p.grad becomes what Horovod would make of it. sparse: names of sparse gradients.
         """
         found = self.compare(list(self._parameters))
         if found is Found.SET_BY_HAND:
@@ -286,11 +285,9 @@ def freshness(parameters: Mapping[str, torch.Tensor]) -> set[str]:
 def check_same_parameters(
     everyone: Sequence[Told], refuses: bool = True, of_shards: bool = False
 ) -> None:
-    """Raise RuntimeError, on all ranks, unless they told the same digest of their parameters.
+    """Raise RuntimeError on all ranks (or warn) unless all told the same digest.
 
-    Args:
-        everyone: what each rank told, or with `of_shards`, what each node's rank told.
-        refuses: False: warn instead.
+    everyone: what each rank told, or with `of_shards`, what each node's rank told.
     """
     digests = [other["parameters"] for other in everyone]
     if None not in digests and len(set(digests)) > 1:

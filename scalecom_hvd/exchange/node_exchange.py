@@ -99,10 +99,7 @@ class NodeExchange:
     ) -> None:
         """Report a buffer (N,) of gradients. It is averaged in place, and waits for nothing.
 
-        Args:
-            gradients: {name: gradient} of any shape, whose memory is part of the buffer.
-            what: a name that only this buffer has within a step.
-            buffer, trained: see Exchange.ready.
+        gradients: {name: gradient} of any shape, in the buffer; what: a name of it alone in a step.
         """
         if not self._brought:
             self._node.bytes_sent = 0

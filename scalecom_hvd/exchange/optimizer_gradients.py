@@ -36,11 +36,9 @@ from scalecom_hvd.exchange.unused_averages import UnusedAverages
 
 
 class StartsAlike(Face):
-    """A face whose ranks must begin with the same parameters.
+    """A face whose ranks must begin with the same parameters, or shards of them.
 
-    Args:
-        parameters: {name: parameter}, or the shards of a sharded model (`of_shards`).
-        refuses: whether differences are refused. Stock Horovod trains with them, so its face warns.
+    refuses: whether differences are refused. Stock Horovod trains with them, so its face warns.
     """
 
     def __init__(
@@ -119,12 +117,7 @@ class OptimizerGradients(StartsAlike):
         method.mix_momentum(parameters, collectives)
 
     def ready(self, parameter: torch.Tensor) -> None:
-        """Report a complete gradient of this rank. Backward's hooks call this, so it never waits.
-
-        Args:
-            parameter: one of the trained parameters. Its .grad is read. If it is None, it becomes
-                zeros.
-        """
+        """Report a trained parameter's .grad, or zeros for None. Hooks call it: it never waits."""
         name, exchange = self._name_of[parameter], self.exchange
         if not exchange.in_step():
             self._news.begin()
@@ -157,10 +150,9 @@ class OptimizerGradients(StartsAlike):
             self._news.mark(name)
 
     def result(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What a reported parameter's .grad must become: its average, or NaN in a skipped step.
+        """What .grad must become; NaN in a skipped step. The first call waits for all ranks.
 
-        Call it once for each, when all gradients of this rank have been reported. The first call of
-        a step waits for all ranks.
+        Call it once for each parameter, when every gradient of this rank has been reported.
         """
         name = self._name_of[parameter]
         if name not in self._averages:

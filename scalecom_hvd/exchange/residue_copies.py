@@ -53,8 +53,7 @@ class ResidueCopies:
     def begin_bucket(self, names: Collection[str], thrown_away: Collection[str]) -> None:
         """A bucket's step begins: residues become what they were, and are copied.
 
-        names: its compressed tensors; and those of all its tensors whose last averages were thrown
-        away.
+        names: its compressed tensors, and those of them whose last averages were thrown away.
         """
         returning = [name for name in names if name in thrown_away] if self._sent else []
         if thrown_away:

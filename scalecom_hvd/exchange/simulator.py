@@ -89,10 +89,7 @@ class Network:
         self._threads = ThreadPoolExecutor(n, "simulated rank")
 
     def run(self, functions: Sequence[Task]) -> list[Any]:
-        """Run a function on every rank, and give what each returned.
-
-        The error of the first rank that has one ends the run on all ranks, and is raised.
-        """
+        """Run a function on every rank. Returns all results, or raises the first rank's error."""
         self._unfinished, self._failure = self.n, None
         self._ready.extend(range(self.n))
         tasks = [self._threads.submit(self._act, *each) for each in enumerate(functions)]

@@ -71,10 +71,7 @@ def end_step_by_error() -> None:
 
 
 class UnusedAverages:
-    """The averages of one exchange that no step has used so far.
-
-    `calls_hooks`: whether it is known that an optimizer of PyTorch steps the parameters.
-    """
+    """The averages of one exchange that no step has used so far."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], calls_hooks: bool = False) -> None:
         self._own = dict(parameters)
