@@ -35,8 +35,7 @@ from scalecom_hvd.agreement import Names, Settings, compare_ranks
 from scalecom_hvd.bucket_layout import Stats, step_stats
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.background_thread import BackgroundThread
-from scalecom_hvd.exchange.bucket import Bucket
-from scalecom_hvd.exchange.bucket_plan import Part, plan_buckets
+from scalecom_hvd.exchange.bucket import Bucket, Part, plan_buckets
 from scalecom_hvd.exchange.bucket_step import BucketStep, outcome
 from scalecom_hvd.exchange.collectives import Collectives, Step, Wait, gather_objects
 from scalecom_hvd.exchange.devices import Streams, recorded

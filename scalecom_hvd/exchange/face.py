@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from scalecom_hvd.exchange.bucket_plan import Groups
+from scalecom_hvd.exchange.bucket import Groups
 from scalecom_hvd.exchange.unused_averages import UnusedAverages
 
 Told = Mapping[str, Any]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from scalecom_hvd.exchange.bucket_plan import Groups
+from scalecom_hvd.exchange.bucket import Groups
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
 from scalecom_hvd.exchange.devices import recorded
 from scalecom_hvd.exchange.exchange import Exchange

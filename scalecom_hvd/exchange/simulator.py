@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from scalecom_hvd.agreement import Numbers
-from scalecom_hvd.exchange.bucket_plan import Groups
+from scalecom_hvd.exchange.bucket import Groups
 from scalecom_hvd.exchange.collectives import CollectiveError
 from scalecom_hvd.exchange.devices import Point, recorded
 from scalecom_hvd.exchange.exchange import Exchange

@@ -11,7 +11,7 @@ import torch
 
 from scalecom_hvd.bucket_layout import cut, divide
 from scalecom_hvd.config import ScaleComConfig, checked_number
-from scalecom_hvd.exchange.bucket_plan import Groups
+from scalecom_hvd.exchange.bucket import Groups
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.values import norm
 from scalecom_hvd.saved_state import Saved

@@ -37,7 +37,7 @@ import torch
 
 from scalecom_hvd.agreement import FIRST_MEETING, Settings, compare_ranks
 from scalecom_hvd.bucket_layout import Stats
-from scalecom_hvd.exchange.bucket_plan import Groups, Part
+from scalecom_hvd.exchange.bucket import Groups, Part
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.face import Options
