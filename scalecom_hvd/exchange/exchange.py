@@ -49,8 +49,8 @@ from scalecom_hvd.exchange.methods.state import State
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.pace import Pace
 from scalecom_hvd.exchange.residue import Residues
-from scalecom_hvd.exchange.residue_copies import ResidueCopies
 from scalecom_hvd.exchange.run import Averager
+from scalecom_hvd.exchange.unused_averages import ResidueCopies
 from scalecom_hvd.exchange.waves import MOST_CHANNELS, Progress, Waves
 from scalecom_hvd.saved_state import Saved
 from scalecom_hvd.schedule import leader
