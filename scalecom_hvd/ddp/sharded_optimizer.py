@@ -36,11 +36,7 @@ class ShardedGradients:
     Args:
         method, peers, node: the method, which begins to serve these parameters; the ranks that hold
             the same shards; and those that hold the other shards.
-        groups: lists of names that share a bucket.
-        passes: how many backward passes add up before gradients are exchanged.
-
-    Attributes:
-        names: {parameter: its name} of those that ranks have agreed on.
+        groups, passes: names that share buckets; backward passes that add up before an exchange.
     """
 
     def __init__(

@@ -181,13 +181,10 @@ class Bucket:
         number: the bucket's position among the buckets.
         names: the names of its tensors. They are on one device, and have one dtype on the wire.
         like: {name: tensor} of at least these, with their shapes, dtypes and devices.
-        tensors: {name: CompressedTensor} of at least those that send offsets and values. Without
-            any, all gradients are sent whole.
-        ranks: how many ranks there are.
-        share: the factor that turns a sum over ranks into the average. Integers are summed.
+        tensors: {name: CompressedTensor} of at least those that send offsets and values.
+        ranks, share: how many ranks there are; what makes a sum over them the average.
         thread: runs kernels that need no Python while backward runs. None: no thread does.
-        has_flags: whether ranks may tell each other which tensors they use.
-        has_vote: whether a rank may tell the others a number besides.
+        has_flags, has_vote: whether ranks tell each other which tensors they use, and a number.
         in_place: whether the gradients are averaged in their own memory, if they are side by side.
 
     Attributes:
@@ -322,18 +319,12 @@ def plan_buckets(
 ) -> list[list[str]]:
     """Decide which tensors each bucket holds, as names per bucket.
 
-    The groups that were asked for become the buckets. Otherwise those of a loaded state are kept if
-    they still fit. Otherwise tensors are taken in the order of arrival, cut where a bucket is full,
-    and sorted by when the bucket is complete. On a channel, no bucket begins before the one in
-    front of it, so without sorting, the bucket of biases, which come from all layers, would hold up
-    all others.
-
-    Args:
-        parameters: {name: parameter} of all trained parameters, in the model's order.
-        residues: the residues of the compressed tensors.
-        arrived: names in the order in which gradients arrived on rank 0. Other names come last.
-        groups, loaded: the groups that were asked for, and the buckets of a loaded state.
-        elsewhere: names of the tensors that are in no bucket, such as those with sparse gradients.
+    The `groups` that were asked for become the buckets. Otherwise those of a `loaded` state are
+    kept if they still fit. Otherwise tensors are taken in the order in which they `arrived` on rank
+    0, cut where a bucket is full, and sorted by when the bucket is complete. On a channel, no
+    bucket begins before the one in front of it, so without sorting, the bucket of biases, which
+    come from all layers, would hold up all others. Tensors that travel `elsewhere` are in no
+    bucket.
     """
 
     def kind_of(name: str) -> tuple[torch.device, torch.dtype, torch.dtype]:

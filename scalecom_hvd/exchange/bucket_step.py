@@ -49,16 +49,14 @@ class BucketStep:
 
     Attributes:
         number, names, compressed, tensors, geometries, counts, sizes, choices: the bucket's.
-        grads: {name: (N,)} in the gradients' dtype. Multiplied by `scale`, they are in the
-            residues' units.
-        scale, whole: see above.
+        grads, scale, whole: see above. Gradients have their own dtype.
         frozen: one bool for each of `compressed`. True: it is idle.
         bad: how many elements of this step's gradients and values are not finite, or too large.
             They count as zero here, and all ranks skip the step.
         has_received: whether the step was told its averages.
         sound: () whether it counts, once it is checked.
-        norms: (number of `compressed`,) of the gradients, in the residues' units. The host does not
-            wait for them. If the step is sent whole, nobody needs them: (0,).
+        norms: (number of `compressed`,) of the gradients, in the residues' units, or (0,) if the
+            step is sent whole. The host does not wait for them.
 
     Raises:
         RuntimeError: a gradient differs from its tensor in size or device.
@@ -232,12 +230,7 @@ class BucketStep:
     def send(self, places: Places, values: torch.Tensor) -> None:
         """Note that this worker sent these values at these indices. The rest stays in its residue.
 
-        Args:
-            places: indices, none of them twice.
-            values: one for each index.
-
-        Raises:
-            ValueError: there are more or fewer values than indices.
+        No index may come twice. Raises ValueError if there are not as many values.
         """
         self._refuse_whole("sends")
         self._check_places(places, values)

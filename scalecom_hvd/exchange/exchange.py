@@ -190,13 +190,12 @@ class Exchange(Averager):
             looks: whether ranks also compare what they saw (`look`).
 
         Returns:
-            {name: average (N,)} of the step's tensors. Averages are NaN if the step does not count.
-            With `drops_unused`, those that no rank has used are left out. All may be views of
-            memory that the gradients have.
+            {name: average (N,)} of the step's tensors, NaN if the step does not count, and with
+            `drops_unused`, without those that no rank has used. They may view the gradients'
+                memory.
 
         Raises:
-            RuntimeError: ranks were started differently. It is raised at the first step, on all
-                ranks.
+            RuntimeError: on all ranks, at the first step: they were started differently.
             Exception: a collective failed, and the transport raised this. The step is rolled back.
         """
         ending = self.node.ending_a_step() if self.node else contextlib.nullcontext()

@@ -99,9 +99,8 @@ class QuasiHyperbolic:
         parameters, residues: what the user's optimizer steps, and the method's, by the same names.
         collectives: the ranks between which gradients are compressed.
         by_hook: whether gradients come through a hook, which the script may forget to register.
-        calls_step_twice: whether PyTorch calls the hooks of every step twice, one inside the other,
-            as with stock Horovod's optimizer, which averages gradients in its own step() and then
-            calls the step() of the class that it was made from.
+        calls_step_twice: whether PyTorch calls hooks of every step twice, one inside the other:
+            stock Horovod's step() averages gradients, and calls that of the class it was made from.
     """
 
     def __init__(

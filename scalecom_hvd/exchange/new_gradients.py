@@ -138,12 +138,11 @@ class NewGradients:
     def ask_at_first(
         self, fresh: bool, changed: bool, sparse: Mapping[str, Callable[[], torch.Tensor]]
     ) -> bool:
-        """Whether any rank has news, if ranks have not agreed on their exchange's name yet.
+        """Whether any rank is `fresh`, has news, if they have not agreed on a name yet.
 
         All ranks are in synchronize(). This waits for them.
 
         Args:
-            fresh: whether this rank has news.
             changed: whether this rank's gradients were changed after they were sent, or are no
                 longer in the loss scale's units.
             sparse: {name: a function that waits for the average} of sparse gradients that travel.

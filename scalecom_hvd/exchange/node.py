@@ -26,14 +26,13 @@ class Node:
 
     Args:
         ranks: the node's ranks, for nothing else. Their `all_reduce` gives sums.
-        everyone: all ranks of all nodes, if a script may ask for averages at any time. None:
-            backward asks for them.
+        everyone: all ranks of all nodes, if a script may ask for averages at any time, not
+            backward.
         number: this node's number, the same on all its ranks. None: the next one not used.
 
     Attributes:
         whole: {name: shape} of the tensors that are shared out. None: there are only their parts.
-        size: how many ranks the node has, and so how many shards every tensor has.
-        position: which of these shards this rank holds.
+        size, position: how many ranks, and shards of a tensor, there are, and which is this one's.
         bytes_sent: the bytes that this rank has sent inside the node since this was set to 0.
     """
 

@@ -65,19 +65,14 @@ class StartsAlike(Face):
 
 
 class OptimizerGradients(StartsAlike):
-    """The gradients of one optimizer on this rank.
+    """The gradients of one optimizer on this rank: those of its `trained` parameters.
 
     Args:
         parameters, method, collectives, groups, refuses: see Exchange, Options and StartsAlike.
             With nodes, collectives are the ranks at this rank's position in other nodes.
         sparse_as_dense: whether sparse gradients are made dense.
         send_sparse: a function that averages a gradient that stays sparse.
-        node: the ranks of this node. It also knows all ranks of all nodes. None: every rank is a
-            node of its own.
-
-    Attributes:
-        trained: the parameters.
-        exchange: the exchange of flat gradients.
+        node: this rank's node, which also knows all ranks. None: each rank is one of its own.
     """
 
     def __init__(

@@ -76,13 +76,12 @@ class Residues:
 
     Attributes:
         tensors: {parameter's name: CompressedTensor}.
-        step: how many steps have counted.
-        skipped_steps: how many did not, because a gradient was not finite on some rank.
-        buckets: the names in each bucket, once ranks have agreed on them.
-        ranks, rank: how many ranks there are, and which one this is, once this is known.
+        step, skipped_steps: how many steps counted, and how many did not, because a gradient was
+            not finite on some rank.
+        buckets, ranks, rank: the names in each bucket, the number of ranks, and this one, once
+            known.
         rates: {name: own rate} of all parameters, once they are known; see config.own_rates_for.
-        rung: the rung of rate="auto" (stages.py). None: the rate is given.
-        rung_since: the first step that is on it.
+        rung, rung_since: of rate="auto" (stages.py), and the first step on it. None: a given rate.
         given_back: names of those that became what they were before the step before, because its
             averages were thrown away, when the last step began.
     """

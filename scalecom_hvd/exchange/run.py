@@ -407,9 +407,8 @@ class Run:
         """Compare what all ranks were started with, and go on at one step. Waits for all ranks.
 
         Args:
-            parameters: {name: parameter} of all that are trained.
             names: the names of the exchange's collectives, which get a number new to all ranks.
-            settings, topics: what must be the same besides the config and tensors.
+            settings, topics: what must be the same besides the config and the parameters.
             told: what else ranks tell each other.
 
         Returns:

@@ -39,8 +39,7 @@ class Progress:
     Attributes:
         step: the step in progress, once all its gradients are here. None: there is none.
         waiting: names of the bucket's gradients that have not arrived yet.
-        new_state: what the method's state becomes if the step counts.
-        state_arrives: what must arrive before the method's state can be used.
+        new_state, state_arrives: the method's state if the step counts, and what it waits for.
         waits: what the generator waits for now. None: the generator has not begun, or has ended.
     """
 
