@@ -80,10 +80,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         overlap: with local steps, how many steps a rank takes while an average travels; fewer than
             local_steps. What these steps change is part of the rank's next change (after Streaming
             DiLoCo, Douillard et al., 2025, arXiv 2501.18512). 0: ranks wait for the average.
-        fragments: with local steps, how many parts of about equal size the model is cut into. The
-            parts synchronise in turn, each once in every local_steps steps, so less travels at a
-            time (also from Streaming DiLoCo). `overlap` must then be less than
-            local_steps // fragments.
+        fragments: with local steps, how many parts of about equal size the model is cut into. They
+            synchronise in turn, each once in every local_steps steps, so less travels at a time
+            (also Streaming DiLoCo). `overlap` must then be less than local_steps // fragments.
         clip_changes: with local steps, the largest norm that a rank's change may have, as a
             multiple of the median norm of all ranks' changes, such as 2. Larger changes are scaled
             down to it, so a rank that diverges moves the others less. None: no limit.
@@ -93,8 +92,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             the transport's `broadcast`. None: torch.distributed's transport.
         mesh: a mesh of nodes times the ranks of each node, with dimensions named "replicate" and
             "shard", for a model that fully_shard (FSDP2) sharded over it. FSDP2 averages gradients
-            whole inside a node, and this optimizer compresses them between nodes. p.grad
-            is the average when backward returns, so nothing has to be synchronized. With tensor
+            whole inside a node, and this optimizer compresses them between nodes. p.grad is the
+            average when backward returns, so nothing has to be synchronized. With tensor
             parallelism inside nodes, the dimensions after "replicate" may have other names. With
             local steps, a node's ranks step together, and the model may be sharded or wrapped by
             DistributedDataParallel over the node's ranks. None: each rank has the whole model.
@@ -112,11 +111,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Example:
         >>> from scalecom_hvd.ddp import DistributedOptimizer, ScaleCom, broadcast_parameters
         >>> broadcast_parameters(model)
-        >>> optimizer = DistributedOptimizer(
-        ...     optimizer,
-        ...     named_parameters=model.named_parameters(),
-        ...     compression=ScaleCom(),
-        ... )
+        >>> named = model.named_parameters()
+        >>> optimizer = DistributedOptimizer(optimizer, named, compression=ScaleCom())
     """
     if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
         raise ValueError(

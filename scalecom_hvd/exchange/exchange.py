@@ -12,14 +12,12 @@ This is the only room that knows of time. It does nearly everything while backwa
                                step, or roll it back
 
 waves.py explains why this cannot deadlock. `ready` waits for nothing, so ranks may see their
-gradients in any order, and may not see some of them at all (these take part as zeros).
-`complete_state` waits only for what every rank submitted in its last step.
-
-A step may be taken in parts, each of some buckets (fragments of local steps). Each part then runs
-as above. All parts have the step's number, and the last part ends the step.
+gradients in any order, and may not see some of them at all (these take part as zeros). A step may
+be taken in parts, each of some buckets (fragments of local steps). All parts have the step's
+number, and the last part ends the step.
 
 An exchange knows no parameter and no p.grad. Where gradients come from, and where averages go, is a
-face's affair: optimizer_gradients.py, DDP's hook, sharded gradients, local steps.
+face's affair.
 """
 
 from __future__ import annotations
@@ -69,17 +67,15 @@ class Exchange(Averager):
         options: how it works. `Options()` is meant for gradients of ordinary parameters.
         face: what uses the exchange. None: it has nothing to say.
         settings: what ranks must have in common, besides the method's settings.
-        node: the ranks of this node, if each of them holds a part of every gradient. They are asked
-            whether a step counts, after "are all buckets sound" and before the commit. None: this
-            rank has whole gradients.
-        part_of: the averager that this exchange is a part of. That averager begins the method's run
-            when it is complete. None: this exchange begins the run.
+        node: the ranks of this node, if each holds a part of every gradient. They are asked whether
+            a step counts, after "are all buckets sound" and before the commit.
+        part_of: the averager that this exchange is a part of, which begins the method's run when it
+            is complete. None: this exchange begins the run.
 
     Attributes:
         has_sent: whether values left residues in the last step.
         agreed: whether ranks have agreed, so that buckets may begin before `finish`.
-        part: which tensors the coming step is about, the same on all ranks. None: always all of
-            them.
+        part: which tensors the coming step is about, the same on all ranks. None: all of them.
         streams: the streams on which the exchange works.
 
     Example:

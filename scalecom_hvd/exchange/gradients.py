@@ -173,8 +173,7 @@ class Reported(dict[str, Gradient]):
 
     def idle(self, flats: Mapping[str, torch.Tensor]) -> list[str]:
         """Names of untrained tensors. If a script gave one a gradient, the gradient counts."""
-        trained = {name: self.get(name, _NONE).trained for name in flats}
-        return [name for name, flat in flats.items() if not (trained[name] or any_of(flat))]
+        return [n for n, flat in flats.items() if not (self.get(n, _NONE).trained or any_of(flat))]
 
     def used(self, flats: Mapping[str, torch.Tensor], zeros_count: bool) -> torch.Tensor:
         """(number of tensors,): which this rank has; zeros only if they `count`. No host waits."""

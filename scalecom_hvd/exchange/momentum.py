@@ -26,10 +26,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as every_optimizer
 
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.gradients import local_part
@@ -299,5 +296,5 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         _mix(mixes, back=True)
 
 
-register_optimizer_step_pre_hook(not_compiled(_before_step))
-register_optimizer_step_post_hook(not_compiled(_after_step))
+every_optimizer.register_optimizer_step_pre_hook(not_compiled(_before_step))
+every_optimizer.register_optimizer_step_post_hook(not_compiled(_after_step))

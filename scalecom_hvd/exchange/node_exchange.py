@@ -34,15 +34,11 @@ class _Brought:
     def __post_init__(self) -> None:
         # In narrow dtypes, sums would overflow, or lose small values. A wide buffer is its own sum.
         self._wide = self.buffer.to(wide_dtype(self.buffer)).div_(self.node.size)
-        self._work: Work | None = self.node.add_up(self._wide, self.what)
-
-    def is_averaged(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._work is None or self._work.done()
+        self.work: Work | None = self.node.add_up(self._wide, self.what)
 
     def wait(self) -> None:
         """Wait for the sum that is under way. The buffer then holds it."""
-        work, self._work = self._work, None
+        work, self.work = self.work, None
         if work is not None:
             work.wait()
             self.buffer.copy_(self._wide)
@@ -50,7 +46,7 @@ class _Brought:
     def complete(self) -> None:
         """Begin to add other ranks' shards to the buffer, which holds this rank's, and zeros."""
         self._wide.copy_(self.buffer)
-        self._work = self.node.add_up(self._wide, self.what)
+        self.work = self.node.add_up(self._wide, self.what)
 
 
 class NodeExchange:
@@ -105,7 +101,7 @@ class NodeExchange:
             self._node.bytes_sent = 0
         self._brought.append(_Brought(self._node, buffer, gradients, what, trained))
         while not self._is_alone and self._reported < len(self._brought):
-            if not self._brought[self._reported].is_averaged():
+            if not self._brought[self._reported].work.done():
                 return
             self._report_next()
 

@@ -20,6 +20,10 @@ from scalecom_hvd.exchange.devices import uploaded
 # sixteenth of a bit to each value.
 BLOCK = 512
 
+Counts = Sequence[int]  # how many of the values belong to each tensor
+Random = Callable[[], torch.Tensor]  # see Quantiser.quantise
+Rounded = tuple[torch.Tensor, torch.Tensor]  # scales and levels
+
 
 class Quantiser:
     """Turns values (K,), float32 or float64, into bytes, and bytes into values of the same dtype.
@@ -44,9 +48,7 @@ class Quantiser:
         """Whether gathering `payload` (uint8) is less traffic than summing the values `sent`."""
         return self.rounds and ranks * payload.numel() < 2 * sent.numel() * sent.element_size()
 
-    def quantise(
-        self, blocks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantise(self, blocks: torch.Tensor, counts: torch.Tensor, random: Random) -> Rounded:
         """Turn blocks of values into scales and levels.
 
         Args:
@@ -64,13 +66,8 @@ class Quantiser:
         """The values (blocks, block) of scales (blocks, scales) and levels (blocks, block)."""
         raise NotImplementedError
 
-    def pack(
-        self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator
-    ) -> torch.Tensor:
-        """Turn values (K,) into the bytes that travel, uint8: scales, then levels.
-
-        counts: how many of the values belong to each tensor.
-        """
+    def pack(self, values: torch.Tensor, counts: Counts, random: torch.Generator) -> torch.Tensor:
+        """Turn values (K,) into the bytes that travel, uint8: scales, then levels."""
         blocks = _spread(values, counts, self.block)
         parts = [np.minimum(self.block, n - np.arange(0, n, self.block)) for n in counts]
         lengths = uploaded(np.concatenate(parts).astype(np.float64), values.device)
@@ -91,9 +88,7 @@ class Quantiser:
         own = scales.reshape(-1).view(torch.uint8)
         return torch.cat([own, pack_levels(_collect(levels, counts), self.bits)])
 
-    def unpack(
-        self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]
-    ) -> torch.Tensor:
+    def unpack(self, payload: torch.Tensor, like: torch.Tensor, counts: Counts) -> torch.Tensor:
         """The values, like those (K,) that `pack` was given, that its bytes stand for."""
         n_blocks = sum(-(-count // self.block) for count in counts)
         cut = n_blocks * self.scales * like.element_size()
@@ -178,9 +173,7 @@ class QSGD(_InBlocks):
             return min(d / s**2, math.sqrt(d) / s)
         return (math.sqrt(1 + (d - 1) / s**2) - 1) / 2
 
-    def quantise(
-        self, blocks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantise(self, blocks: torch.Tensor, counts: torch.Tensor, random: Random) -> Rounded:
         scales = self._norms(blocks)
         # A block of zeros has scale 0. Nothing can be divided by that, nor by the scale of a block
         # of denormals.
@@ -213,9 +206,7 @@ class Sign(_InBlocks):
 
     bits = 1
 
-    def quantise(
-        self, blocks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantise(self, blocks: torch.Tensor, counts: torch.Tensor, random: Random) -> Rounded:
         # Summed in float64, so that the order of summands does not matter.
         scales = blocks.abs().double().sum(1) / counts
         return scales.to(blocks.dtype), -(blocks < 0).to(torch.int8)
@@ -234,9 +225,7 @@ class BinMeans(_InBlocks):
 
     bits, scales = 2, 4
 
-    def quantise(
-        self, blocks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantise(self, blocks: torch.Tensor, counts: torch.Tensor, random: Random) -> Rounded:
         # In float64, no sum overflows, and the order of summands does not matter.
         size = blocks.abs().double()
         large = (size > (size.sum(1) / counts)[:, None]).to(torch.int8)
@@ -258,14 +247,10 @@ class Unrounded(Quantiser):
 
     bits, rounds = 32, False
 
-    def pack(
-        self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator
-    ) -> torch.Tensor:
+    def pack(self, values: torch.Tensor, counts: Counts, random: torch.Generator) -> torch.Tensor:
         return values.view(torch.uint8)
 
-    def unpack(
-        self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]
-    ) -> torch.Tensor:
+    def unpack(self, payload: torch.Tensor, like: torch.Tensor, counts: Counts) -> torch.Tensor:
         return payload.view(like.dtype)
 
 
@@ -316,14 +301,14 @@ def unpack_levels(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return fields.contiguous().view(torch.int8).view(-1) >> (8 - bits)
 
 
-def _spread(values: torch.Tensor, counts: Sequence[int], block: int) -> torch.Tensor:
+def _spread(values: torch.Tensor, counts: Counts, block: int) -> torch.Tensor:
     """Values, or levels, (K,) as (blocks, block). Zeros fill the last block of each tensor."""
     pad = torch.nn.functional.pad
     parts = [pad(own, (0, -own.numel() % block)) for own in values.split(list(counts))]
     return torch.cat(parts).view(-1, block)
 
 
-def _collect(blocks: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+def _collect(blocks: torch.Tensor, counts: Counts) -> torch.Tensor:
     """The inverse of `_spread`."""
     parts = blocks.split([-(-count // blocks.shape[1]) for count in counts])
     flat = [own.reshape(-1)[:count] for own, count in zip(parts, counts, strict=True)]

@@ -60,15 +60,13 @@ class CompressedTensor:
 
     def enter(self, stage: Stage) -> None:
         """Take the rate, the lanes and the bits of a stage."""
-        self.rate, self.geometry = self._rate_in(stage), self.lanes(stage)
-        self.levels = levels_of(stage.bits)
+        self.rate = stage.rate if self.own_rate is None else self.own_rate
+        self.geometry, self.levels = self.lanes(stage), levels_of(stage.bits)
 
     def lanes(self, stage: Stage) -> Lanes:
         """Its lanes in a stage."""
-        return geometry(self.residue.numel(), self._rate_in(stage), self._selection)
-
-    def _rate_in(self, stage: Stage) -> float:
-        return stage.rate if self.own_rate is None else self.own_rate
+        rate = stage.rate if self.own_rate is None else self.own_rate
+        return geometry(self.residue.numel(), rate, self._selection)
 
 
 class Residues:

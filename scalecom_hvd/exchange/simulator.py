@@ -348,8 +348,7 @@ class Simulation:
             Every rank's averages. They are NaN if some gradient was not finite.
 
         Raises:
-            Exception: what any rank raised. It ends the step on all ranks, and the step is rolled
-                back.
+            Exception: what any rank raised. It ends the step on all ranks, and rolls it back.
             RuntimeError: ranks have different averages, which a method of your own may give them.
         """
         n = self.network.n

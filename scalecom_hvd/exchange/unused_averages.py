@@ -21,10 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as every_optimizer
 
 from scalecom_hvd.exchange.gradients import local_part
 from scalecom_hvd.exchange.not_compiled import not_compiled
@@ -64,8 +61,8 @@ class _Steps:
     def __init__(self) -> None:
         self.begun = 0
         self.under_way: weakref.ref[torch.optim.Optimizer] | None = None
-        register_optimizer_step_pre_hook(not_compiled(self._begins))
-        register_optimizer_step_post_hook(not_compiled(self._ends))
+        every_optimizer.register_optimizer_step_pre_hook(not_compiled(self._begins))
+        every_optimizer.register_optimizer_step_post_hook(not_compiled(self._ends))
 
     def _begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.begun += 1
