@@ -96,16 +96,14 @@ class Exchange(Averager):
         node: Node | None = None,
         part_of: Averager | None = None,
     ) -> None:
+        self.collectives, self.node, self._method = collectives, node, method
         self.residues: Residues = method.residues
         self.part: Part | None = None
         self.names = Names(collectives.numbers)
         self._like = dict(like)
         self.has_sent = self.agreed = self._finishing = False
-        self._method = method
-        self.collectives = collectives
         self._restarted = collectives.restarts()
         self._options, self._face = options or Options(), face or Face()
-        self.node = node
         self._settings = method.settings | dict(settings or {})
         self._copies = ResidueCopies(method)
         self._sampler: Sampler | None = None
@@ -186,9 +184,9 @@ class Exchange(Averager):
             looks: whether ranks also compare what they saw (`look`).
 
         Returns:
-            {name: average (N,)} of the step's tensors, NaN if the step does not count, and with
-            `drops_unused`, without those that no rank has used. They may view the gradients'
-                memory.
+            {name: average (N,)} of the step's tensors, NaN if the step does not count. They may
+            view the gradients' memory. With `drops_unused`, tensors that no rank has used are left
+            out.
 
         Raises:
             RuntimeError: on all ranks, at the first step: they were started differently.

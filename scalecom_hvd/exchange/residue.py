@@ -202,15 +202,11 @@ class Residues:
             share = own.norms.share(norm, self.config.outliers, self.config.max_norm)
             if share < 1:
                 own.residue.mul_(share)
-                log.info(
+                said = (
                     "step %d: a gradient of %s has the norm %.3g, the longest recent one %.3g, so "
-                    "its residue is multiplied by %g",
-                    self.step,
-                    name,
-                    norm,
-                    longest,
-                    share,
+                    "its residue is multiplied by %g"
                 )
+                log.info(said, self.step, name, norm, longest, share)
 
     def note_ranks(self, ranks: int, rank: int) -> bool:
         """Note how many ranks there are. Returns whether the number has changed, and logs it."""
