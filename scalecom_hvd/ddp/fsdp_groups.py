@@ -4,10 +4,9 @@
 FSDP2 sums inside nodes only, the average over nodes is then too small by the number of nodes.
 
 If a model is sharded over both dimensions of a mesh (HSDP), FSDP2 itself averages between nodes. It
-is given a group of one rank for this. So it sends nothing, and all its settings keep their meaning:
-after set_requires_all_reduce(False), it still keeps gradients until a later backward.
-
-The names are those of PyTorch 2.8 to 2.13. If one is missing, a message says what to write.
+is given a group of one rank for this. So it sends nothing, and its settings keep their meaning,
+such as set_requires_all_reduce(False). The names are those of PyTorch 2.8 to 2.13. If one is
+missing, a message says what to write.
 """
 
 from __future__ import annotations
@@ -44,11 +43,8 @@ UNOWNED = (
 class FsdpGroups:
     """The groups in which FSDP2 reduces gradients that an optimizer averages between nodes.
 
-    FSDP2 itself does not average them between nodes, until their optimizers are gone. The optimizer
-    has `parameters` from the one that had them before. Without a mesh of nodes, none is sharded.
-
-    Raises:
-        RuntimeError: FSDP2 cannot be kept from averaging.
+    FSDP2 itself does not, until the optimizers are gone. The one made last has the parameters.
+    Raises RuntimeError if FSDP2 cannot be kept from averaging.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], mesh: DeviceMesh | None) -> None:

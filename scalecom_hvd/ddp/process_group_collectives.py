@@ -1,8 +1,8 @@
 """torch.distributed's collectives in the form that an exchange needs, without Horovod and MPI.
 
 In a process group, the n-th collectives that ranks submit belong together: they have no names. So
-every exchange has a group of its own, to which no script submits, and so has every bucket. In a
-bucket's step, all ranks submit the same collectives in the same order, whatever other buckets do.
+every exchange has a group of its own, to which no script submits, and so has every bucket, in whose
+step all ranks submit the same collectives in the same order.
 
 torch.distributed.new_group does not make these groups: it counts all groups of a process, so two
 exchanges that agree at the same time, each on its thread, would meet in each other's groups; it
@@ -10,18 +10,16 @@ does not pass on the script's time limit; and its groups live until the process 
 is found by its name, and goes with its last collective.
 
 What ranks say to each other is on the CPU, and travels by Gloo. Tensors on an accelerator travel by
-the backend that the script's own group has for them, such as NCCL. Such a backend enqueues
-collectives on streams: the host does not wait for them, and all ranks must submit them in one
-order. So all buckets then share one group, which is made when it is first used. If the script's
-group has Gloo for the accelerator too, Gloo copies through the host, and the host waits.
+the backend that the script's own group has for them, such as NCCL. It enqueues collectives on
+streams: the host does not wait for them, and all ranks must submit them in one order. So all
+buckets then share one group, which is made when it is first used. With Gloo for the accelerator,
+Gloo copies through the host, and the host waits.
 
 A group that goes before its collectives are done waits for them. Other ranks may never submit them,
 if the step was given up. So a group is held until all that was submitted to it is done, if need be
-beyond the process's end.
-
-Groups go with the optimizer, or the state, for which they were made. Exchanges are in reference
-cycles, so the garbage collector may delete them much later, and a thread of each Gloo group wakes
-up a hundred times a second.
+beyond the process's end. Groups go with the optimizer, or the state, for which they were made.
+Exchanges are in reference cycles, so the garbage collector may delete them much later, and a thread
+of each Gloo group wakes up a hundred times a second.
 """
 
 from __future__ import annotations

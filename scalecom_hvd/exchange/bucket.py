@@ -116,11 +116,10 @@ def _place(view: torch.Tensor) -> tuple[int, int]:
 
 
 class Accumulators:
-    """The accumulators of a bucket's compressed tensors, for values at any indices.
+    """acc of a bucket's compressed tensors, for values at any indices. Simple rather than fast.
 
-    They are simple rather than fast, and use two tensors as large as the bucket: `flat` (N,), acc
-    minus what was sent (and in `parts`, a view per tensor); and `average` (N,), zero where nothing
-    came.
+    `flat` (N,) is acc minus what was sent, in `parts` a view per tensor, and `average` (N,) is zero
+    where nothing came.
     """
 
     def __init__(self, tensors: Sequence[CompressedTensor], slots: Sequence[TensorSlot]) -> None:

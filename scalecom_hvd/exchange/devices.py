@@ -1,20 +1,19 @@
 """The streams on which an exchange works on accelerators. On a CPU there is nothing to do.
 
 An accelerator runs what the host enqueues on a stream in order, and later. An exchange enqueues all
-its moves and collectives on its own streams, one for each device, so that they run at the same time
-as backward. These streams wait for the stream that has the gradients. Every stream that uses
-averages or residues waits for them. The host itself waits for a device only at the end of a step.
+its moves and collectives on its own streams, one for each device, so they run while backward does.
+They wait for the stream that has the gradients, and every stream that uses averages or residues
+waits for them. The host waits for a device only at the end of a step.
 
 Freed memory may be reused at once by later work of the stream that had it. So gradients are kept
-until the current stream waits for the exchange's stream, and averages made on the exchange's stream
-are recorded on the stream that uses them.
+until the current stream waits for the exchange's, and averages are recorded where they are used.
 
 A process that makes a GPU current, even for a moment, gets a context there, which takes memory. A
-new thread begins on GPU 0, which is another rank's. So threads of this package make their own GPU
-current before they do anything else, and then never GPU 0.
+new thread begins on GPU 0, which is another rank's. So own threads make their own GPU current
+first.
 
-This module uses only torch.accelerator and torch.Stream, so that the same code serves CUDA, ROCm
-and XPU, and tests can bring their own device. Imports nothing of this package.
+Only torch.accelerator and torch.Stream are used, so the same code serves CUDA, ROCm and XPU, and
+tests can bring their own device. Imports nothing of this package.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The ranks of one node, each of which holds a part of every gradient.
 
-Inside a node, links are fast, so gradients are averaged whole. Every rank then has its own part of
-the average, its *shard*. Between nodes, the ranks that hold the same shard, the *peers*, exchange
-it: they are the Collectives of an Exchange. So an exchange sees ordinary tensors. Only one question
-goes beyond the peers: whether a step counts. In another shard, a gradient may not be finite, or the
-exchange may have failed.
-
+Inside a node, links are fast, so gradients are averaged whole. Each rank then has its own part of
+the average, its *shard*, which the ranks that hold the same shard, the *peers*, exchange between
+nodes: they are the Collectives of an Exchange, which sees ordinary tensors. It asks the node only
+whether a step counts: in another shard, a gradient may not be finite, or the exchange have failed.
 If each rank has the whole model, node_exchange.py cuts its gradients, and puts averages together.
 """
 

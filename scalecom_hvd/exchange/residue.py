@@ -35,11 +35,10 @@ class CompressedTensor:
     Attributes:
         residue: (N,) float32 or float64, zero at the start.
         own_rate: its rate in all stages. None: the stage says it.
-        rate, geometry: its rate and its lanes in the coming step (`Residues.enter_stage`).
-        levels: L of the integers that travel then (integers.py). 0: values travel as numbers.
-        few_bits: whether they may be integers in some stage.
-        beta: the low-pass filter's beta.
-        extra: how many times more of what waits is sent at indices where the gradient agrees.
+        rate, geometry, levels: its rate, its lanes and L of its integers (0: none) in the coming
+            step.
+        few_bits: whether values may be integers in some stage.
+        beta, extra: of the filter; how often more what waits is sent where the gradient agrees.
         norms: of its recent gradients.
     """
 

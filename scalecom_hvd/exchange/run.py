@@ -44,11 +44,8 @@ _EXTRA_KEYS = ("recent_norms", "offsets", "method_state", "local_steps", "shard"
 class Averager:
     """What a run asks of the object that averages gradients, or changes of parameters, for it.
 
-    Attributes:
-        collectives: how this rank reaches the others.
-        node: the ranks that hold the other parts of each tensor. None: this rank has whole tensors.
-        travels: whether averages travel that nobody has waited for yet.
-        exchange: the averager that does what this one leaves to it.
+    `node` has the ranks that hold the other parts of each tensor, if any. `travels`: whether
+    averages travel that nobody has waited for yet. `exchange` does what this averager leaves to it.
     """
 
     collectives: Collectives
@@ -107,8 +104,7 @@ class Run:
 
     Attributes:
         residues: of all compressed tensors, with the number of steps.
-        tensor_states: {name of a compressed tensor: {what: tensor}}.
-        method_state: {what: tensor or number} of the whole method.
+        tensor_states, method_state: {name: {what: tensor}}; {what: tensor or number} of the method.
         averager: what makes the steps. None: there is no optimizer yet.
     """
 
@@ -126,11 +122,7 @@ class Run:
         self._loaded_from: tuple[int | None, int | None] = None, None
 
     def begin(self, parameters: Mapping[str, torch.Tensor], averager: Averager) -> None:
-        """Serve these parameters, with what was loaded. Every Averager calls this when it is made.
-
-        Args:
-            parameters: {name: parameter} of all that are trained, in the model's order.
-            averager: what averages their gradients.
+        """Serve these parameters, in the model's order. Every Averager calls this when it is made.
 
         Raises:
             ValueError: the method serves an optimizer already, its settings fit no parameter, or
