@@ -178,7 +178,13 @@ class OptimizerGradients(StartsAlike):
                 or if ranks of nodes begin with different parameters.
         """
         if self._node is not None and self._is_new:
-            self._compare_parameters()
+            try:
+                everyone = gather_objects(self._everyone, self.tell(), "agreement.start")
+                check_same_parameters(everyone, self._refuses)
+            except RuntimeError:
+                self._stage.complete_collectives(alike=False)
+                raise
+            self._is_new = False
         with self.exchange.entered():
             self.exchange.notice_restart()
             has_gradients = self._ask_all(fresh)
@@ -186,16 +192,6 @@ class OptimizerGradients(StartsAlike):
             if parameter.grad is not None:
                 recorded(parameter.grad)
         return has_gradients
-
-    def _compare_parameters(self) -> None:
-        """Raise RuntimeError, on all ranks of all nodes, if they begin with other parameters."""
-        try:
-            everyone = gather_objects(self._everyone, self.tell(), "agreement.start")
-            check_same_parameters(everyone, self._refuses)
-        except RuntimeError:
-            self._stage.complete_collectives(alike=False)
-            raise
-        self._is_new = False
 
     def _ask_all(self, fresh: bool) -> bool:
         changed, news = self._has_changed(), self._news

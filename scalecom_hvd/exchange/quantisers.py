@@ -174,7 +174,12 @@ class QSGD(_InBlocks):
         return (math.sqrt(1 + (d - 1) / s**2) - 1) / 2
 
     def quantise(self, blocks: torch.Tensor, counts: torch.Tensor, random: Random) -> Rounded:
-        scales = self._norms(blocks)
+        if self.norm == 2:
+            # In float64, no square overflows, and the order of summands does not matter.
+            norms = blocks.double().square().sum(1).sqrt()
+            scales = norms.clamp_max(torch.finfo(blocks.dtype).max).to(blocks.dtype)
+        else:
+            scales = blocks.abs().amax(1)
         # A block of zeros has scale 0. Nothing can be divided by that, nor by the scale of a block
         # of denormals.
         divisors = scales.clamp_min(torch.finfo(blocks.dtype).tiny)
@@ -183,13 +188,6 @@ class QSGD(_InBlocks):
         if self.scaled:  # divided by a tensor, for the reason that `restore` gives
             scales = scales / scales.new_full((), 1 + self.variance)
         return scales, levels.to(torch.int8)
-
-    def _norms(self, blocks: torch.Tensor) -> torch.Tensor:
-        if self.norm != 2:
-            return blocks.abs().amax(1)
-        # In float64, no square overflows, and the order of summands does not matter.
-        norms = blocks.double().square().sum(1).sqrt()
-        return norms.clamp_max(torch.finfo(blocks.dtype).max).to(blocks.dtype)
 
     def restore(self, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
         # By a tensor, because CUDA divides by a number by multiplying with its rounded inverse.
