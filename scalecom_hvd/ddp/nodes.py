@@ -21,7 +21,7 @@ FULLY_SHARD = 'fully_shard(module, mesh=mesh["replicate", "shard"])'
 
 
 def check_mesh(mesh: object, sharded: bool = False) -> None:
-    """Raise an error unless this is a mesh of nodes, inside which shards have any dimensions."""
+    """Raise an error unless this is a mesh of nodes, of any dimensions if `sharded`."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, such as {EXAMPLE}, not {mesh!r}")
     names = mesh.mesh_dim_names or ()

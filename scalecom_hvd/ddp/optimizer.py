@@ -199,7 +199,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 def _peers_and_node(
     parameters: Mapping[str, torch.Tensor], mesh: DeviceMesh, may_be_whole: bool
 ) -> tuple[ProcessGroupCollectives, ProcessGroupCollectives]:
-    """This rank's peers and its node's ranks, each of which may have all parameters whole."""
+    """This rank's peers, and its node's ranks, which hold shards unless all `may_be_whole`."""
     is_whole = may_be_whole and not any(hasattr(p, "placements") for p in parameters.values())
     check_mesh(mesh, sharded=not is_whole)
     devices = {parameter.device for parameter in parameters.values()}

@@ -103,7 +103,7 @@ def _on(streams: Sequence[torch.Stream]) -> Iterator[None]:
 
 
 def _current(device: torch.device) -> AbstractContextManager[None]:
-    """Inside, this device is current, and then the one before, without a context there."""
+    """Inside, this device is current. The way back to the one before makes no context there."""
     return torch.accelerator.device_index(device.index)
 
 

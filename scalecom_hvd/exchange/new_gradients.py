@@ -138,9 +138,9 @@ class NewGradients:
     def ask_at_first(
         self, fresh: bool, changed: bool, sparse: Mapping[str, Callable[[], torch.Tensor]]
     ) -> bool:
-        """Whether any rank is `fresh`, has news, if they have not agreed on a name yet.
+        """Whether any rank has news (`fresh`), before ranks have agreed on a name.
 
-        All ranks are in synchronize(). This waits for them.
+        Waits for all ranks, which are in synchronize().
 
         Args:
             changed: whether this rank's gradients were changed after they were sent, or are no

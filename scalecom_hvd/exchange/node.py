@@ -24,8 +24,7 @@ class Node:
 
     Args:
         ranks: the node's ranks, for nothing else. Their `all_reduce` gives sums.
-        everyone: all ranks of all nodes, if a script may ask for averages at any time, not
-            backward.
+        everyone: all ranks of all nodes. None: only backward asks for averages, no script.
         number: this node's number, the same on all its ranks. None: the next one not used.
 
     Attributes:
