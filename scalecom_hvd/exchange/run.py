@@ -26,7 +26,6 @@ from scalecom_hvd.exchange.gradients import as_bytes
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.residue import Residues, describe_tensors
 from scalecom_hvd.integers import blocks_of
-from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.recent_norms import RecentNorms
 from scalecom_hvd.saved_state import STATE_VERSION, Saved
 from scalecom_hvd.stages import START
@@ -294,47 +293,30 @@ class Run:
             return  # it was saved before the first step, or by a single process
         saved = {name: tuple(residue.shape) for name, residue in state["residues"].items()}
         saved_state.check_residues(saved, {name: tuple(t.shape) for name, t in tensors.items()})
-        lanes = self.residues.lanes_at(int(state["step"]))
-        self._check_tensor_states(_saved_states(state), lanes)
-        expected = {what: _shape(value) for what, value in self._method.init_method().items()}
-        given = state.get("method_state", {}).get("method", {})
-        found = {what: _shape(value) for what, value in given.items()}
-        if found != expected:
-            raise ValueError(
-                f"the state of the whole method is {found} in the loaded state, but should be "
-                f"{expected}. The loaded state belongs to another version of "
-                f"{type(self._method).__name__}"
-            )
-
-    def _check_tensor_states(
-        self, states: Mapping[str, Mapping[str, torch.Tensor]], lanes: Mapping[str, Lanes]
-    ) -> None:
-        tensors = self.residues.tensors
-        expected = {
-            name: {what: tuple(value.shape) for what, value in self._method.init(tensor).items()}
-            for name, tensor in tensors.items()
-        }
-        found: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in expected}
-        for what, values in states.items():
-            if what in ("offsets", "scales") and what in self._method.equal_state:
+        method, lanes = self._method, self.residues.lanes_at(int(state["step"]))
+        given = {"": state.get("method_state", {}).get("method", {})}  # of the whole method
+        for what, values in _saved_states(state).items():
+            if what in ("offsets", "scales") and what in method.equal_state:
                 # Look-ahead's choice does not exist at the start. Kernels access memory by it.
                 arrays = {name: own.cpu().numpy() for name, own in values.items()}
                 if what == "offsets":
                     saved_state.check_offsets(arrays, lanes)
                 else:
-                    saved_state.check_scales(
-                        arrays, {name: blocks_of(own.k) for name, own in lanes.items()}
-                    )
+                    blocks = {name: blocks_of(own.k) for name, own in lanes.items()}
+                    saved_state.check_scales(arrays, blocks)
                 continue
             for name, value in values.items():
-                found.setdefault(name, {})[what] = tuple(value.shape)
-        if found != expected:
-            name = next(n for n in [*found, *expected] if found.get(n) != expected.get(n))
-            raise ValueError(
-                f"the method's state of {name} is {found.get(name)} in the loaded state, but "
-                f"should be {expected.get(name)}. The loaded state belongs to another model, or "
-                f"another version of {type(self._method).__name__}"
-            )
+                given.setdefault(name, {})[what] = value
+        for name in {**tensors, **given}:
+            first = method.init(tensors[name]) if name in tensors else {}
+            expected = _shapes(first if name else method.init_method())
+            found = _shapes(given.get(name, {}))
+            if found != expected:
+                whose = f"the method's state of {name}" if name else "the state of the whole method"
+                raise ValueError(
+                    f"{whose} is {found} in the loaded state, but should be {expected}. The loaded "
+                    f"state belongs to another model, or another version of {type(method).__name__}"
+                )
 
     def _take_up(self, state: Saved, averager: Averager) -> None:
         """Begin with this saved state, which fits. What it lacks begins anew."""
@@ -457,5 +439,5 @@ def _saved_states(state: Saved) -> dict[str, Mapping[str, torch.Tensor]]:
     return by_kind | ({"offsets": state["offsets"]} if state.get("offsets") else {})
 
 
-def _shape(value: object) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+def _shapes(state: Mapping[str, object]) -> dict[str, tuple[int, ...] | None]:
+    return {w: tuple(v.shape) if isinstance(v, torch.Tensor) else None for w, v in state.items()}
