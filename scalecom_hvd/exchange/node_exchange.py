@@ -78,13 +78,9 @@ class NodeExchange:
         # How many of them the exchange has.
         self._reported = 0
 
-    def ready(self, name: str, flat: torch.Tensor | None, trained: bool = True) -> None:
+    def ready(self, name: str, flat: torch.Tensor, trained: bool = True) -> None:
         """Report a complete gradient of this rank; see Exchange. It is averaged in place."""
-        flat = self._zeros(name) if flat is None else flat
         self.bring(flat, {name: flat}, name, trained)
-
-    def _zeros(self, name: str) -> torch.Tensor:
-        return self._like[name].detach().new_zeros(self._like[name].numel())
 
     def bring(
         self,
@@ -154,7 +150,8 @@ class NodeExchange:
         """See Exchange. In the node, all ranks have to send what some have sent."""
         self.exchange.complete_collectives(alike)
         for name in self._like.keys() - {n for own in self._brought for n in own.gradients}:
-            self._brought.append(_Brought(self._node, self._zeros(name), {}, name, True))
+            zeros = self._like[name].detach().new_zeros(self._like[name].numel())
+            self._brought.append(_Brought(self._node, zeros, {}, name, True))
         self._finish_in_node()
         self.forget()
 
