@@ -139,7 +139,7 @@ class Point:
             with _current(self._device):  # torch records in the current device's stream
                 self._event.record()
 
-    def is_past(self) -> bool:
+    def done(self) -> bool:
         """Whether the device has done what was enqueued before this point."""
         return self._event is None or self._event.query()
 
@@ -148,11 +148,6 @@ class Point:
         if self._event is not None:
             with _current(self._device):
                 self._event.wait()
-
-    def wait(self) -> None:
-        """Let the host wait until the device is past this point."""
-        if self._event is not None and not self._event.query():
-            self._event.synchronize()
 
 
 class Timer:
@@ -186,21 +181,18 @@ class Timer:
         return now, events
 
 
-class HostCopy:
-    """A copy of a tensor on its way to the host, once the current stream is done; see Work."""
+class HostCopy(Point):
+    """A copy of a tensor on its way to the host, and the point at which it is there; see Work."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # From an accelerator this takes pinned memory, and returns at once.
         self._copy = tensor.to("cpu", non_blocking=True)
-        self._end = Point(tensor)
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._end.is_past()
+        super().__init__(tensor)
 
     def wait(self) -> torch.Tensor:
-        """Wait for the device, and return the copy."""
-        self._end.wait()
+        """Let the host wait for the device, and return the copy."""
+        if not self.done():
+            self._event.synchronize()
         return self._copy
 
 
