@@ -304,7 +304,8 @@ class _Averaging:
     def synchronize(self) -> None:
         """Average all gradients now, if any rank has some that were not averaged yet."""
         if self._left:
-            faces.check_parameters(self.param_groups, self._left, "average")  # type: ignore[attr-defined]
+            groups = self.param_groups  # type: ignore[attr-defined]
+            faces.check_parameters(groups, self._left, "average")
         try:
             if self._left and self._gradients.must_exchange(fresh=self._fresh):
                 for parameter in [p for p in self._left if p not in self._reported]:
