@@ -16,7 +16,7 @@ on the device say where things lie:
 
 Floats arrive as float64 and are rounded to the residue's dtype once. GRAD is the dtype in which
 gradients are stored. int16 stands for bfloat16, whose bits are converted here (the interpreter does
-not round them). REAL is the residue's dtype. BLOCK is the number of rows at a time.
+not round them). REAL, the residue's dtype, is float64 for float64 gradients and float32 for others.
 """
 
 from typing import NamedTuple
@@ -39,6 +39,8 @@ LARGEST_64 = tl.constexpr(int(np.float64(largest_gradient("float64")).view(np.in
 # How many rows the threads of a program hold side by side if each thread has 16 bytes. A kernel
 # keeps one best element for each of these rows.
 SLOTS = tl.constexpr(8)
+# How much residue of a lane is read at a time in a wide tile: a thread then has 4 x 16 bytes.
+WIDE_BITS = tl.constexpr(1024)
 
 # RESIDUE: its address. NUMEL, K, FULL_LANES: as in lanes.py. ROWS, LAST_ROWS: of a full group, and
 # of the last one. OFFSET_WIDTH: as in lanes.py. OFFSETS_AT, VALUES_AT: where its offsets and values
@@ -83,20 +85,11 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def choose_tiles(
-    tiles,
-    tensors,
-    step,
-    chosen,
-    scale: tl.float64,
-    GRAD: tl.constexpr,
-    REAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def choose_tiles(tiles, tensors, step, chosen, scale: tl.float64, GRAD: tl.constexpr):
     """Chosen <- the row of each lane's largest |m + g|. Nothing else changes."""
-    tile = _tile(tiles, tensors, step, GRAD, REAL)
-    unused = tl.zeros((LANES,), REAL)
-    winner, _ = _pass(tile, 0.0, scale, unused, unused, False, True, BLOCK)
+    tile = _tile(tiles, tensors, step, GRAD)
+    unused = tl.zeros((LANES,), tile.residue.dtype.element_ty)
+    winner, _ = _pass(tile, 0.0, scale, unused, unused, False, True)
     _store_offsets(chosen, tile, winner)
 
 
@@ -112,51 +105,40 @@ def take_and_accumulate_tiles(
     beta: tl.float64,
     scale: tl.float64,
     extra: tl.float64,
-    CHOOSES: tl.constexpr,
     GRAD: tl.constexpr,
-    REAL: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """values <- m[I] + g[I]; m[I] <- m[I] - beta * values; then m <- m + beta * g, in one pass.
 
     If they are int8, values travel as integers, in units of the scales in the buffer of offsets.
 
-    If m and g do not have opposite signs, `extra` times m is sent in addition. CHOOSES: whether
-    `chosen` then takes the row of each lane's largest |m + g|. Adds to `count` how many elements of
+    If m and g do not have opposite signs, `extra` times m is sent in addition. `chosen`, unless it
+    is None, then takes the row of each lane's largest |m + g|. Adds to `count` how many elements of
     g are bad (NaN, or larger than config.largest_gradient), and how many values are not finite.
     Both count as zero.
     """
-    tile = _tile(tiles, tensors, step, GRAD, REAL)
+    CHOOSES: tl.constexpr = chosen is not None
+    tile = _tile(tiles, tensors, step, GRAD)
     row = _load_offsets(offsets, tile)
     unit = _scale_of(offsets, tile, values.dtype.element_ty)
     rest, not_sent = _send(tile, row, unit, values, beta, scale, extra)
     tl.debug_barrier()  # all threads have read m[I] before one writes there
-    winner, bad = _pass(tile, beta, scale, row, rest, True, CHOOSES, BLOCK)
+    winner, bad = _pass(tile, beta, scale, row, rest, True, CHOOSES)
     if CHOOSES:
         _store_offsets(chosen, tile, winner)
     _add(count, bad + not_sent)
 
 
 @triton.jit
-def scatter_tiles(
-    tiles,
-    tensors,
-    step,
-    offsets,
-    averages,
-    scale: tl.float64,
-    GRAD: tl.constexpr,
-    REAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def scatter_tiles(tiles, tensors, step, offsets, averages, scale: tl.float64, GRAD: tl.constexpr):
     """Outputs <- scale * averages at I, zero elsewhere: one write of everything."""
-    tile = _tile(tiles, tensors, step, GRAD, REAL)
+    tile = _tile(tiles, tensors, step, GRAD)
     row = _load_offsets(offsets, tile)
+    REAL: tl.constexpr = tile.residue.dtype.element_ty
     value = _to_gradient(_real(scale, REAL) * _load_values(averages, tile), GRAD)
     if tile.wide:
-        _write(tile, row, value, True, BLOCK)
+        _write(tile, row, value, True)
     else:
-        _write(tile, row, value, False, SLOTS)
+        _write(tile, row, value, False)
 
 
 @triton.jit
@@ -168,13 +150,13 @@ def measure_blocks(
     scale: tl.float64,
     extra: tl.float64,
     GRAD: tl.constexpr,
-    REAL: tl.constexpr,
 ):
     """The scales of what the chosen elements would send, as integers.py defines them.
 
     One program handles one block of values, which belong to several tiles. blocks: int32 (blocks,
     2), a block's tensor, and the block's number in that tensor.
     """
+    REAL: tl.constexpr = tl.float64 if tl.float64 == GRAD else tl.float32
     number = tl.program_id(0)
     tensor, block = tl.load(blocks + 2 * number), tl.load(blocks + 2 * number + 1)
     fixed, now = tensors + tensor * N_FIELDS, step + tensor * N_STEP_FIELDS
@@ -212,24 +194,23 @@ def roll_back_tiles(
     accumulated: tl.float64,
     scale: tl.float64,
     GRAD: tl.constexpr,
-    REAL: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """m[I] <- m[I] + beta * values, then m <- m - accumulated * g."""
-    tile = _tile(tiles, tensors, step, GRAD, REAL)
+    tile = _tile(tiles, tensors, step, GRAD)
     row = _load_offsets(offsets, tile)
     m = tl.load(tile.residue + _indices(tile, row), mask=_is_lane(tile), other=0)
     unit = _scale_of(offsets, tile, values.dtype.element_ty)
-    was_sent = _load_values(values, tile).to(REAL) * unit
+    was_sent = _load_values(values, tile).to(m.dtype) * unit
     m += _unless_frozen(tile, beta) * was_sent
     tl.debug_barrier()  # all threads have read m[I] before one writes there
     # Adding the negative gives the same bits as subtracting.
-    _pass(tile, -accumulated, scale, row, m, True, False, BLOCK)
+    _pass(tile, -accumulated, scale, row, m, True, False)
 
 
 @triton.jit
-def _tile(tiles, tensors, step, GRAD: tl.constexpr, REAL: tl.constexpr):
+def _tile(tiles, tensors, step, GRAD: tl.constexpr):
     """The tile of this program."""
+    REAL: tl.constexpr = tl.float64 if tl.float64 == GRAD else tl.float32
     number = tl.program_id(0)
     tensor, lane = tl.load(tiles + 2 * number), tl.load(tiles + 2 * number + 1).to(tl.int64) * LANES
     fixed, now = tensors + tensor * N_FIELDS, step + tensor * N_STEP_FIELDS
@@ -255,25 +236,16 @@ def _tile(tiles, tensors, step, GRAD: tl.constexpr, REAL: tl.constexpr):
 
 
 @triton.jit
-def _pass(
-    tile,
-    beta,
-    scale,
-    changed,
-    instead,
-    MOVES: tl.constexpr,
-    CHOOSES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _pass(tile, beta, scale, changed, instead, MOVES: tl.constexpr, CHOOSES: tl.constexpr):
     """If MOVES, m <- m + beta * g, where `instead` replaces m in row `changed` of every lane.
 
     Returns every lane's winner of |m + g| afterwards, and the number of bad elements of g.
     """
     beta, scale = _unless_frozen(tile, beta), _real(scale, tile.residue.dtype.element_ty)
     if tile.wide:
-        winner, bad = _pass_rows(tile, beta, scale, changed, instead, True, MOVES, CHOOSES, BLOCK)
+        winner, bad = _pass_rows(tile, beta, scale, changed, instead, True, MOVES, CHOOSES)
     else:
-        winner, bad = _pass_rows(tile, beta, scale, changed, instead, False, MOVES, CHOOSES, SLOTS)
+        winner, bad = _pass_rows(tile, beta, scale, changed, instead, False, MOVES, CHOOSES)
     return winner, bad
 
 
@@ -287,9 +259,11 @@ def _pass_rows(
     WIDE: tl.constexpr,
     MOVES: tl.constexpr,
     CHOOSES: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """`_pass` for one kind of tile."""
+    BLOCK: tl.constexpr = (
+        WIDE_BITS // tile.residue.dtype.element_ty.primitive_bitwidth if WIDE else SLOTS
+    )
     # Rows that lie SLOTS apart are compared within a thread, which keeps one best element of them.
     # Threads compare with one another only at the end.
     best = tl.full((SLOTS, LANES), -1, _magnitude(beta).dtype)
@@ -366,8 +340,11 @@ def _integer(value, unit, levels):
 
 
 @triton.jit
-def _write(tile, chosen, value, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _write(tile, chosen, value, WIDE: tl.constexpr):
     """Write `value` in row `chosen` of every lane, and zeros elsewhere."""
+    BLOCK: tl.constexpr = (
+        WIDE_BITS // tile.residue.dtype.element_ty.primitive_bitwidth if WIDE else SLOTS
+    )
     for first in range(0, tile.rows, BLOCK):
         row, begin, within, exists = _block(tile, first, WIDE, BLOCK)
         output = _elements(tile.grad, begin, within, WIDE)

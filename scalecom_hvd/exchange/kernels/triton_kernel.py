@@ -64,11 +64,7 @@ class TritonKernel:
     def __init__(self, slots: Sequence[TensorSlot], grad_dtype: torch.dtype) -> None:
         self._slots = slots
         self._device = slots[0].residue.device
-        real = tl.float64 if grad_dtype == torch.float64 else tl.float32
-        self._dtypes = {"GRAD": _STORED[grad_dtype], "REAL": real}
-        # BLOCK rows are read at a time: a thread has 4 x 16 bytes of residue under way.
-        block = 32 if real == tl.float32 else 16
-        self._of_pass = {"BLOCK": block, "num_warps": 4}
+        self._grad_dtype = _STORED[grad_dtype]
         self._tiles = uploaded(_tiles(slots), self._device)
         # Scales are measured in a launch of their own: a block spans several tiles.
         self._blocks = uploaded(_blocks(slots), self._device)
@@ -89,7 +85,7 @@ class TritonKernel:
 
     def choose(self, extra: float, chosen: torch.Tensor) -> None:
         step = self._step
-        self._launch(tiles.choose_tiles, self._tiles, step, chosen, self._scale, **self._of_pass)
+        self._launch(tiles.choose_tiles, self._tiles, step, chosen, self._scale)
         self._launch(tiles.measure_blocks, self._blocks, step, chosen, self._scale, extra)
 
     def take_and_accumulate(
@@ -97,8 +93,7 @@ class TritonKernel:
     ) -> torch.Tensor:
         count = torch.zeros((), dtype=torch.int64, device=self._device)
         arguments = self._step, *wire, chosen, count, beta, self._scale, extra
-        how = {"CHOOSES": chosen is not None, **self._of_pass}
-        self._launch(tiles.take_and_accumulate_tiles, self._tiles, *arguments, **how)
+        self._launch(tiles.take_and_accumulate_tiles, self._tiles, *arguments)
         self._taken = beta, wire
         if chosen is not None:
             self._launch(tiles.measure_blocks, self._blocks, self._step, chosen, self._scale, extra)
@@ -112,8 +107,7 @@ class TritonKernel:
             for output, grad in zip(outputs, self._grads, strict=True)
         )
         step = self._step if in_place else self._step_table(outputs)
-        arguments = step, offsets, averages, 1 / self._scale
-        self._launch(tiles.scatter_tiles, self._tiles, *arguments, **self._of_pass)
+        self._launch(tiles.scatter_tiles, self._tiles, step, offsets, averages, 1 / self._scale)
 
     def roll_back(self, keep_gradients: bool = False, spared: Sequence[bool] = ()) -> None:
         if self._taken is not None:
@@ -122,17 +116,17 @@ class TritonKernel:
                 self._step = self._step_table(self._grads)
             beta, wire = self._taken
             arguments = self._step, *wire, beta, 0.0 if keep_gradients else beta, self._scale
-            self._launch(tiles.roll_back_tiles, self._tiles, *arguments, **self._of_pass)
+            self._launch(tiles.roll_back_tiles, self._tiles, *arguments)
         self._taken = None
 
-    def _launch(self, kernel: Any, table: torch.Tensor, *arguments: object, **how: object) -> None:
+    def _launch(self, kernel: Any, table: torch.Tensor, *arguments: object) -> None:
         """Launch a program for each row of a table. arguments: the step's table first."""
         if not len(table):
             return
         is_cuda = self._device.type == "cuda"
         with torch.cuda.device(self._device) if is_cuda else contextlib.nullcontext():
             # No fused multiply-adds: they round differently from all other kernels.
-            how |= {**self._dtypes, "enable_fp_fusion": False}
+            how = {"GRAD": self._grad_dtype, "num_warps": 4, "enable_fp_fusion": False}
             kernel[(len(table),)](table, self._tensors, *arguments, **how)
 
     def _step_table(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
