@@ -19,7 +19,7 @@ from scalecom_hvd.exchange.kernels.base import (
     Count,
     Kernel,
     TensorSlot,
-    add_usable,
+    usable,
     scale_blocks_,
     scale_numbers,
 )
@@ -141,7 +141,9 @@ class Accumulators:
             if is_frozen:
                 own.zero_()
             else:
-                bad = bad + add_usable(grad, tensor.residue, scale, own)
+                g, n_bad = usable(grad, tensor.residue, scale)
+                torch.add(g, tensor.residue, out=own)
+                bad = bad + n_bad
         return bad
 
     def choose(self, buffer: torch.Tensor) -> None:

@@ -165,32 +165,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 def usable(grad: torch.Tensor, residue: torch.Tensor, scale: float) -> tuple[torch.Tensor, Count]:
     """scale*g in the residue's dtype, with zero for bad elements, and the number of bad elements.
 
-    The tensor is new.
+    It is the gradient itself, if that needs no change.
     """
-    g = grad.to(residue.dtype, copy=True)
+    g = grad.to(residue.dtype)
     if scale != 1:
-        g.mul_(scale)
+        g = g * scale
     if g.device.type == "cpu" and g.numel():
         # The usual case is quick: if the smallest and the largest are good, all are.
         low, high = torch.aminmax(g)
         if float(low) >= -limit_of(g.dtype) and float(high) <= limit_of(g.dtype):
             return g, 0
     good = g.abs() <= limit_of(residue.dtype)
-    return g.masked_fill_(~good, 0), good.numel() - good.count_nonzero()
-
-
-def add_usable(grad: torch.Tensor, residue: torch.Tensor, scale: float, out: torch.Tensor) -> Count:
-    """out <- residue + scale*g, with zero for bad elements. Returns the number of bad elements."""
-    if grad.device.type == "cpu" and grad.dtype == residue.dtype and scale == 1 and grad.numel():
-        # The usual case needs no copies: if the smallest and the largest are good, all are.
-        low, high = torch.aminmax(grad)
-        limit = limit_of(residue.dtype)
-        if float(low) >= -limit and float(high) <= limit:
-            torch.add(grad, residue, out=out)
-            return 0
-    g, bad = usable(grad, residue, scale)
-    torch.add(g, residue, out=out)
-    return bad
+    return g.masked_fill(~good, 0), good.numel() - good.count_nonzero()
 
 
 def largest(values: torch.Tensor, k: int) -> torch.Tensor:

@@ -102,7 +102,7 @@ class TorchKernel:
                 step.taken = None
             if step.accumulated and not keep_gradients:
                 g, _ = usable(step.grad, residue, self._scale)
-                residue.sub_(g.mul_(step.accumulated))
+                residue.sub_(g * step.accumulated)
             step.accumulated = 0.0
 
     def release(self) -> None:
