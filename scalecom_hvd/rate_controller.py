@@ -79,17 +79,15 @@ class RateController:
         self._window.append((seconds, exposed / seconds))
         counted = self._window[SKIPPED:]
         size = SETTLED_WINDOW if self.is_settled else WINDOW
-        is_hopeless = len(self._window) == FEW and not self.is_settled and self._is_hopeless()
-        if len(self._window) >= size or is_hopeless:
+        quickest = min(seconds for seconds, _ in self._window)
+        is_hopeless = quickest > HOPELESS * min(self._times.values(), default=math.inf)
+        is_over = len(self._window) == FEW and is_hopeless and not self.is_settled
+        if len(self._window) >= size or is_over:
             counted = counted or self._window
             time, self._exposed = (statistics.median(each) for each in zip(*counted, strict=True))
             self._window = []
             self._decide(time)
         return self.rung
-
-    def _is_hopeless(self) -> bool:
-        fastest = min(self._times.values(), default=math.inf)
-        return min(seconds for seconds, _ in self._window) > HOPELESS * fastest
 
     def _decide(self, time: float) -> None:
         if self.is_settled:
@@ -99,7 +97,11 @@ class RateController:
         self._times[self.rung] = time
         rung, why = self._next()
         self.is_settled = rung in self._times
-        self._go(rung, f"{why} ({time:.3g} s a step, {self._exposed:.0%} of it exposed)")
+        self.reason = f"{why} ({time:.3g} s a step, {self._exposed:.0%} of it exposed)"
+        if rung != self.rung:
+            old, new = LADDER[self.rung], LADDER[rung]
+            log.info("rate='auto' goes from %s to %s: %s", old, new, self.reason)
+        self.rung = rung
 
     def _next(self) -> tuple[int, str]:
         rung = self.rung
@@ -130,9 +132,3 @@ class RateController:
         slower = max(self._times[dense] - SAME * self._times[sparse], 0.0)
         share = (sent[WHOLE] - sent[dense]) / (sent[dense] - sent[sparse])
         return self._times[dense] + slower * share
-
-    def _go(self, rung: int, why: str) -> None:
-        self.reason = why
-        if rung != self.rung:
-            log.info("rate='auto' goes from %s to %s: %s", LADDER[self.rung], LADDER[rung], why)
-        self.rung = rung

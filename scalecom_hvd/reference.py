@@ -97,9 +97,8 @@ class ScaleComReference:
 
         Returns:
             g, {name: average}, with the gradients' shapes and dtypes. If any element of any worker
-            is bad, the average is NaN everywhere, and the step never happened. An element is bad if
-            it is not finite. An element that a residue is to take up is also bad if it is larger
-            than config.largest_gradient.
+            is bad, the average is NaN everywhere, and the step never happened. Bad elements are not
+            finite, or are larger than config.largest_gradient and for a residue.
         """
         names = [name for name in self.shapes if name in grads[0]]
         everyone = [{name: np.asarray(worker[name]) for name in names} for worker in grads]
@@ -159,7 +158,9 @@ class ScaleComReference:
         m = [residues[name].reshape(-1) for residues in self.residues]
         if self._is_sent_whole(name):
             if self.config.lookahead:
-                self._choose_first(name, m, grad)
+                # For lack of the next gradient, the leader chooses by this one.
+                guess = [np.where(is_good(each), each, each.dtype.type(0)) for each in grad]
+                self._chosen_ahead[name] = self._choose(name, self.step_number + 1, m, guess)
             return _mean_whole(grads)
         ahead, step = self.config.lookahead, self.step_number
         I, scale = self._chosen_ahead[name] if ahead else self._choose(name, step, m, grad)
@@ -210,20 +211,9 @@ class ScaleComReference:
     ) -> tuple[Indices, Array | None]:
         """I, and the scales of v there, as the leader of a step chooses them."""
         j = self.leader(name, step)
-        I = self._top_k(name, m[j] + grad[j])
-        levels = self._levels
+        acc, levels = m[j] + grad[j], self._levels
+        I = select(acc, Lanes(acc.size, self.rate_of(name)), self.config.selection)
         return I, scales(self._value(m[j][I], grad[j][I]), levels) if levels else None
-
-    def _choose_first(self, name: str, m: list[Array], grad: list[Array]) -> None:
-        """In a step that is sent whole, let a look-ahead leader choose by this step's gradient.
-
-        That gradient is the best guess there is. Residues stay as they are.
-        """
-        guess = [np.where(is_good(each), each, each.dtype.type(0)) for each in grad]
-        self._chosen_ahead[name] = self._choose(name, self.step_number + 1, m, guess)
-
-    def _top_k(self, name: str, acc: Array) -> Indices:
-        return select(acc, Lanes(acc.size, self.rate_of(name)), self.config.selection)
 
     def rate_of(self, name: str) -> float:
         """The rate at which a compressed tensor is sent in this step."""

@@ -30,8 +30,8 @@ def leader(step: int, bucket: int, size: int, staggered: bool) -> int:
 class Schedule:
     """When workers that take local steps synchronise.
 
-    All synchronise after steps H, 2H, ... If H changes, the next synchronisation is H steps after
-    the last one, with the H that was in force then.
+    All do so after steps H, 2H, ... If H changes, the next synchronisation is H steps after the
+    last one, with the H that was in force then.
 
     A model in P fragments synchronises them one after the other: fragment p, from 0 to P - 1, after
     the share (p + 1) / P of each round's steps (Streaming DiLoCo, arXiv 2501.18512). The last
@@ -39,9 +39,6 @@ class Schedule:
 
     Args:
         local_steps: H, or {first step: H}.
-        fragments: P.
-
-    Attributes:
         fragments: P.
 
     Raises:
@@ -65,12 +62,7 @@ class Schedule:
         self._changes = [(step, _steps(given[step])) for step in sorted(given)]
 
     def check_overlap(self, overlap: int) -> None:
-        """Check how many steps may be taken while an average travels.
-
-        Raises:
-            TypeError: it is no whole number.
-            ValueError: it is below 0, or averages would still travel when the next are due.
-        """
+        """Raise TypeError or ValueError unless so many steps may be taken while averages travel."""
         if not _is_whole(overlap):
             raise TypeError(f"overlap must be a whole number of steps, not {overlap!r}")
         least = min(steps for _, steps in self._changes)
@@ -93,10 +85,7 @@ class Schedule:
 
     def synchronisations(self, steps: int) -> int:
         """How many rounds end within the first `steps` steps."""
-        if steps == 0:
-            return 0
-        count, begin, length = self._round_of(steps)
-        return count + (steps == begin + length)
+        return self._round_of(steps + 1)[0]
 
     def _round_of(self, step: int) -> tuple[int, int, int]:
         """For a step's round: how many rounds precede it, the step it begins after, its length."""
