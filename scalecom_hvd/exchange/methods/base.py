@@ -1,9 +1,8 @@
 """What a method is: a class with one generator, `step`, that averages one bucket's gradients.
 
-A new method is one new file with a subclass of `Method`. Its `step` is given the bucket's step (see
-bucket_step.py), the collectives of this bucket, and the method's own state. It yields what it waits
-for. What the bucket was told is committed or rolled back with the step, and so is the state.
-Users pass a `Method` as `compression=`. It holds settings; its run holds residues and states
+A new method is one new file with a subclass of `Method`; all that it imports is here. What its
+`step` told the bucket (bucket_step.py) is committed or rolled back with the step, and so is the
+state. Users pass a `Method` as `compression=`. It holds settings; its run holds residues and states
 (run.py).
 """
 

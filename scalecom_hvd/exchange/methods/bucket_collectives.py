@@ -1,8 +1,4 @@
-"""The collectives of one bucket's step, as a method sees them.
-
-The exchange makes one `BucketCollectives` for every bucket and step. It names what the method
-submits, counts the bytes, and remembers what is still to be waited for.
-"""
+"""The collectives of one bucket's step, as a method sees them."""
 
 from __future__ import annotations
 
@@ -16,11 +12,11 @@ from scalecom_hvd.exchange.collectives import LAST, Collectives, Result, Wait, W
 
 
 class BucketCollectives:
-    """The collectives of one bucket's step, for a method.
+    """The collectives of one bucket's step: it names them, and counts their bytes in `submitted`.
 
     A call submits a collective, and `yield from` waits for it:
     `averages = yield from collectives.average(values)`. Every rank must ask for the same
-    collectives in the same order. Their bytes are counted in `submitted`.
+    collectives in the same order.
 
     Attributes:
         bucket: the bucket's number.

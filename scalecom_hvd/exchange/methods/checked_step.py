@@ -11,11 +11,7 @@ from typing import Any
 
 import torch
 
-from scalecom_hvd.exchange.bucket_step import BucketStep
-from scalecom_hvd.exchange.collectives import Step
-from scalecom_hvd.exchange.methods.base import Method
-from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
-from scalecom_hvd.exchange.methods.state import State
+from scalecom_hvd.exchange.methods.base import BucketCollectives, BucketStep, Method, State, Step
 
 
 def checked_step(

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from scalecom_hvd.exchange.bucket_step import BucketStep
-from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.kernels.base import largest
-from scalecom_hvd.exchange.methods.base import Method
-from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
-from scalecom_hvd.exchange.methods.state import State
+from scalecom_hvd.exchange.methods.base import BucketCollectives, BucketStep, Method, State, Step
 
 
 class GTopK(Method):

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from scalecom_hvd.exchange.bucket_step import BucketStep
-from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.kernels.base import largest
-from scalecom_hvd.exchange.methods.base import Method
-from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
-from scalecom_hvd.exchange.methods.state import State
+from scalecom_hvd.exchange.methods.base import BucketCollectives, BucketStep, Method, State, Step
 
 
 class GlobalTopK(Method):

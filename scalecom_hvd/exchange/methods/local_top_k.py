@@ -8,12 +8,8 @@ import torch
 
 from scalecom_hvd.agreement import Settings
 from scalecom_hvd.config import checked_number
-from scalecom_hvd.exchange.bucket_step import BucketStep
-from scalecom_hvd.exchange.collectives import Step
-from scalecom_hvd.exchange.methods.base import Method
-from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
+from scalecom_hvd.exchange.methods.base import BucketCollectives, BucketStep, Method, State, Step
 from scalecom_hvd.exchange.methods.quantised_values import rounded
-from scalecom_hvd.exchange.methods.state import State
 
 
 class LocalTopK(Method):

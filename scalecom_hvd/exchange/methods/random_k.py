@@ -9,12 +9,8 @@ import numpy as np
 import torch
 
 from scalecom_hvd.agreement import Settings
-from scalecom_hvd.exchange.bucket_step import BucketStep
-from scalecom_hvd.exchange.collectives import Step
-from scalecom_hvd.exchange.methods.base import Method
-from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
+from scalecom_hvd.exchange.methods.base import BucketCollectives, BucketStep, Method, State, Step
 from scalecom_hvd.exchange.methods.quantised_values import average_at, rounded
-from scalecom_hvd.exchange.methods.state import State
 from scalecom_hvd.exchange.quantisers import generator
 from scalecom_hvd.lanes import Lanes, Positions
 

@@ -16,10 +16,10 @@ TensorStates = Mapping[str, Mapping[str, torch.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What a method knows about one bucket from earlier steps.
+    """What `Method.step` is given, and returns anew for the next step.
 
-    `Method.step` is given a State, and returns the next one. It changes nothing in place, because
-    the step may still be skipped. The next State is dropped then.
+    It changes nothing in place, because the step may still be skipped. The next State is dropped
+    then.
 
     Attributes:
         step: the number of this step.
