@@ -27,11 +27,9 @@ JOIN_REFUSED = (
     "DistributedSampler, or cut the longer ranks short), or train the uneven part with "
     "compression=hvd.Compression.none"
 )
-
 # The collective by which ranks first meet in step(), whether they average gradients or take local
 # steps. With two names, ranks that were started differently would wait for each other forever.
 FIRST_MEETING = "agreement.first"
-
 
 Settings = dict[str, Any]
 """{name: JSON value} that ranks compare."""
@@ -148,7 +146,7 @@ def digest_of(offsets: Mapping[str, NDArray[Any]]) -> str | None:
 
 def describe(
     config: Mapping[str, Any], settings: Mapping[str, Any], tensors: Mapping[str, Sequence[Any]]
-) -> dict[str, Any]:
+) -> Settings:
     """What every rank must have in common with all others: {topic: what to compare}, for JSON."""
     return {
         "version": __version__,

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from scalecom_hvd.integers import blocks_of
 from scalecom_hvd.lanes import Lanes
 
@@ -31,10 +33,7 @@ def group_names(
         return None
     if isinstance(groups, int):
         listed = list(names.values())
-        short, longer = divmod(len(listed), groups)
-        ends = [short * (i + 1) + min(i + 1, longer) for i in range(groups)]
-        cuts = zip([0, *ends], ends, strict=False)
-        return [listed[begin:end] for begin, end in cuts]
+        return [[listed[i] for i in part] for part in np.array_split(range(len(listed)), groups)]
     grouped = [[names[key] for key in group if key in names] for group in groups]
     in_a_group = {key for group in groups for key in group}
     rest = [[name] for key, name in names.items() if key not in in_a_group]
@@ -186,8 +185,7 @@ def step_stats(
     """What `stats()` says about the last step, the same for every exchange.
 
     Args:
-        n_workers: how many ranks there are.
-        leader: the position of the rank that chose.
+        n_workers, leader: how many ranks there are, and the position of the one that chose.
         elements: {name: elements} of all dense gradients.
         chosen: {name: elements sent} of the compressed ones.
         collectives: how many collectives there were.

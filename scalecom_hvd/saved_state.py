@@ -101,10 +101,9 @@ def check_shard(state: Mapping[str, Any], shard: tuple[int, int]) -> None:
 def check_local_steps(state: Mapping[str, Any], *, local: bool) -> None:
     """Check that a state is one of local steps, or not: changes of parameters are not gradients."""
     if local != ("local_steps" in state):
-        made, now = "gradients", "changes of parameters (local_steps)"
-        do = "leave local_steps out"
-        if not local:
-            made, now, do = now, made, "give local_steps"
+        kinds = "gradients", "changes of parameters (local_steps)"
+        made, now = kinds if local else kinds[::-1]
+        do = "leave local_steps out" if local else "give local_steps"
         raise ValueError(
             f"the state's residues hold {made}, but this optimizer sends {now}: {do} as the saved "
             "run did, or do not load the state"
@@ -164,16 +163,16 @@ def check_residues(
     saved: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Check that saved residues, {name: shape}, are those of the model's compressed tensors."""
-    complaints = [
-        f"{name} is not in this model (or is sent uncompressed)"
-        for name in saved.keys() - expected.keys()
-    ]
-    complaints += [f"{name} is not in the state" for name in expected.keys() - saved.keys()]
-    complaints += [
-        f"{name} has shape {tuple(saved[name])} in the state and {tuple(shape)} in the model"
-        for name, shape in expected.items()
-        if name in saved and tuple(saved[name]) != tuple(shape)
-    ]
+    complaints = []
+    for name in saved.keys() | expected.keys():
+        theirs, mine = saved.get(name), expected.get(name)
+        if mine is None:
+            complaints.append(f"{name} is not in this model (or is sent uncompressed)")
+        elif theirs is None:
+            complaints.append(f"{name} is not in the state")
+        elif tuple(theirs) != tuple(mine):
+            shapes = f"{tuple(theirs)} in the state and {tuple(mine)} in the model"
+            complaints.append(f"{name} has shape {shapes}")
     if complaints:
         raise ValueError(
             "these residues belong to another model: " + "; ".join(sorted(complaints)[:5])
