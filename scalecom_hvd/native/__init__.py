@@ -1,8 +1,7 @@
 """The C kernels for lanes (lanes.c), loaded through ctypes.
 
 They take raw addresses, so any framework can call them, and the GIL is released. They know only
-lanes. A tensor's `width` in TENSOR must never be 0, so never pass it the positions
-of exact selection.
+lanes: a tensor's `width` in TENSOR must never be 0, as with the positions of exact selection.
 OPERATIONS is the file with the same kernel as TensorFlow operations (tensorflow_ops.c), which
 tensorflow/kernels.py loads. Imports no framework.
 """
@@ -65,10 +64,7 @@ _SIGNATURES = {
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The functions of lanes.h. If they were not built: None, after one warning.
-
-    They are not built if the installation finds no compiler.
-    """
+    """The functions of lanes.h. If the installation found no compiler: None, after one warning."""
     try:
         loaded = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
@@ -81,11 +77,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def checked(result: int) -> int:
-    """The result of a move.
-
-    Raises:
-        RuntimeError: the move refused its offsets.
-    """
+    """The result of a move. Raises RuntimeError if the move refused its offsets."""
     if result == REFUSED:
         raise RuntimeError(OFFSETS_OUTSIDE)
     return result

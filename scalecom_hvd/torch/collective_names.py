@@ -32,11 +32,7 @@ _ENDINGS = ("", "_", "_async", "_async_")
 
 
 def named_collectives() -> dict[str, Callable[..., Any]]:
-    """All collectives of horovod.torch, changed so that they name unnamed calls.
-
-    Returns:
-        {function name: the function that names its calls}.
-    """
+    """{function name: a function that names its calls} of all collectives of horovod.torch."""
     restarts, counts = Restarts(), collections.Counter[tuple[str, int]]()
 
     def number(*what: Any) -> int:

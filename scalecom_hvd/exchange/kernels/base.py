@@ -1,9 +1,8 @@
 """What one step does to the residues of a bucket's tensors: the contract of all kernels.
 
-A kernel is made once for tensors that share their buffers of offsets and values (one `TensorSlot`
-for each tensor), and whose gradients have one dtype. It makes every move for all these tensors at
-once. choice.py picks the kernel. All kernels give the same results, to the bit, and the results of
-reference.py.
+A kernel is made once for tensors that share their buffers of offsets and values, and whose
+gradients have one dtype. It makes every move for all these tensors at once. All kernels give the
+same results, to the bit, and the results of reference.py.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from scalecom_hvd.exchange.devices import stream_id
@@ -200,12 +198,9 @@ def largest(values: torch.Tensor, k: int) -> torch.Tensor:
 @functools.lru_cache(maxsize=1024)
 def _starts_and_strides(
     geometry: Lanes, device: torch.device, stream: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    starts, strides = geometry.starts_and_strides()
-    return (
-        torch.from_numpy(np.ascontiguousarray(starts)).to(device),
-        torch.from_numpy(np.ascontiguousarray(strides)).to(device),
-    )
+) -> tuple[torch.Tensor, ...]:
+    own = (torch.from_numpy(numbers).to(device) for numbers in geometry.starts_and_strides())
+    return tuple(own)
 
 
 def positions_of(geometry: Lanes, offsets: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,4 @@
-"""Which kernel serves which tensors.
-
-Imports kernels and native. It imports triton_kernel only if tensors may need it, because that
-module imports triton.
-"""
+"""Which kernel serves which tensors. Imports triton only if tensors may need it."""
 
 from __future__ import annotations
 
@@ -39,12 +35,13 @@ def kernel_for(
         return _triton_kernel(device.type, required=bool(asked))
     if device.type != "cpu":
         return TorchKernel
-    library = native.library()
-    if library is None and asked == "native":
+    if native.library() is not None:
+        return NativeKernel
+    if asked == "native":
         raise RuntimeError(
             "SCALECOM_KERNEL=native, but the native kernel was not built. " + native.how_to_have()
         )
-    return NativeKernel if library is not None else TorchKernel
+    return TorchKernel
 
 
 def packs_in_c(device: torch.device) -> bool:
@@ -78,10 +75,7 @@ def _triton_kernel(device_type: str, required: bool) -> type[Kernel]:
 
 @functools.cache
 def _why_not_triton(device_type: str) -> str | None:
-    """Why the Triton kernel cannot serve tensors of such devices; None if it can.
-
-    Triton is imported only if it may be used.
-    """
+    """Why the Triton kernel cannot serve tensors of such devices; None if it can."""
     try:
         from scalecom_hvd.exchange.kernels import triton_kernel
     except ImportError as error:

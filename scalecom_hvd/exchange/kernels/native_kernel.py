@@ -1,4 +1,4 @@
-"""The C kernel (native/lanes.c)."""
+"""The C kernel (native/lanes.c) as a `Kernel` of base.py."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from scalecom_hvd.exchange.kernels.base import Taken, TensorSlot, Wire, dtype_na
 
 
 class NativeKernel:
-    """The C kernel (native/lanes.c), for CPU tensors of lanes.
-
-    Each move is one call. It is made for all tensors or refused for all, and needs no Python.
-    """
+    """For CPU tensors of lanes. Each move is one call, for all tensors or refused for all."""
 
     def __init__(self, slots: Sequence[TensorSlot], grad_dtype: torch.dtype) -> None:
         self._library = native.library()

@@ -34,10 +34,7 @@ class _Step:
 
 
 class TorchKernel:
-    """Plain torch, for any device, dtype and way to choose.
-
-    It is used if there is no compiler, and for tensors that the other kernels do not know.
-    """
+    """For any device, dtype and way to choose: what serves tensors that no other kernel knows."""
 
     def __init__(self, slots: Sequence[TensorSlot], grad_dtype: torch.dtype) -> None:
         self._slots = slots
@@ -164,11 +161,7 @@ def _checked_positions(slot: TensorSlot, offsets: torch.Tensor) -> torch.Tensor 
 
 
 def choose_by_torch(accumulator: torch.Tensor, geometry: Lanes, offsets: torch.Tensor) -> None:
-    """offsets (k,) <- the winners of |accumulator| (N,).
-
-    The winner of a lane is its largest, and the first of equals. With exact selection, the winners
-    are the k largest of all, in ascending order.
-    """
+    """offsets (k,) <- the winners of |accumulator| (N,), as in reference.select."""
     if isinstance(geometry, Positions):
         offsets.copy_(largest(accumulator, geometry.k))
         return

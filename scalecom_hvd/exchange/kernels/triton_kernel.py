@@ -2,7 +2,6 @@
 
 It is for CUDA tensors, and under TRITON_INTERPRET=1 for CPU tensors. Nothing here waits for the
 device: a step's addresses go there by one small asynchronous copy, and counts stay there.
-choice.py imports this module only if a tensor needs it, because this module imports triton.
 
 All launches go to the stream that is current on the tensors' device. If a caller uses one stream,
 as in autograd's hooks, it needs nothing more. If it uses several, it must let each move's stream
@@ -37,13 +36,9 @@ _STORED = {
 
 def why_not(device_type: str) -> str | None:
     """Why the kernel cannot serve tensors of such devices; None if it can."""
-    if device_type == "cpu" and tiles.INTERPRETED:
-        return None
     if device_type == "cpu":
-        return (
-            "it is for CUDA devices; for tensors on the CPU set TRITON_INTERPRET=1 (slow, for "
-            "tests)"
-        )
+        how = "for tensors on the CPU set TRITON_INTERPRET=1 (slow, for tests)"
+        return None if tiles.INTERPRETED else f"it is for CUDA devices; {how}"
     if device_type != "cuda":
         return f"it is for CUDA devices, not for {device_type!r}"
     if tiles.INTERPRETED:
@@ -59,7 +54,7 @@ def why_not(device_type: str) -> str | None:
 
 
 class TritonKernel:
-    """A `Kernel` for tensors with lanes. It makes one launch per move."""
+    """For tensors with lanes. It makes one launch per move."""
 
     def __init__(self, slots: Sequence[TensorSlot], grad_dtype: torch.dtype) -> None:
         self._slots = slots

@@ -40,10 +40,7 @@ class Journey:
         common: Mapping[str, torch.Tensor],
         parameters: Mapping[str, torch.Tensor],
     ) -> Journey:
-        """Make a journey from its `state_dict`.
-
-        Its tensors are like the common parameters and this rank's own.
-        """
+        """Make a journey, of tensors like the common parameters and this rank's own."""
 
         def copied(part: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {n: torch.empty_like(like[n]).copy_(t) for n, t in state[part].items()}
@@ -85,8 +82,7 @@ class Clipping:
     ) -> None:
         """Clip this rank's change, in place. All ranks wait for each other here.
 
-        A change that is not finite is left as it is. The synchronisation is then skipped.
-        of_worker: see Worker.norm.
+        A change that is not finite stays as it is. of_worker: see Worker.norm.
         """
         if self.times is None:
             return
@@ -109,10 +105,9 @@ def cut_into_fragments(
     fragments: int,
     config: ScaleComConfig,
 ) -> tuple[list[list[str]], Groups | None]:
-    """Cut the model into fragments of about the same size.
+    """The names in each of the model's fragments, of about the same size.
 
-    Tensors in the model's order, or groups of tensors, are divided among fragments. Returns the
-    names of each fragment, and groups of names that keep every bucket inside one fragment.
+    Also groups of names that keep every bucket inside one fragment.
     """
     if fragments == 1:
         return [list(parameters)], groups

@@ -96,12 +96,10 @@ class OuterStep:
     def check_state(self, state: Saved) -> None:
         """Raise ValueError unless this holds what `state_dict` of such an optimizer gives."""
         if ("outer" in state) != (self.optimizer is not None):
-            made, give = (
-                ("with", "give the same outer=")
-                if "outer" in state
-                else ("without", "leave out outer=")
-            )
-            raise ValueError(f"the state was made {made} an outer optimizer, so {give}")
+            has = "without an outer optimizer, so leave out outer="
+            if "outer" in state:
+                has = "with an outer optimizer, so give the same outer="
+            raise ValueError(f"the state was made {has}")
         if self.optimizer is None:
             return
         own, saved = self.optimizer.state_dict(), state["outer"]

@@ -1,9 +1,8 @@
 """A rank's own parameters, held while it resumes in the middle of a round of local steps.
 
 They must be in place before the first forward, even if a model is loaded or broadcast meanwhile. So
-they are held until the first step. They are put in place with the state, and again after every call
-of the face's `broadcast_parameters`, which sends the common parameters to newcomers. If something
-else has overwritten them, all ranks refuse to go on. Imports nothing of this package.
+they are put in place with the state, and after every call of the face's `broadcast_parameters`. If
+something else has overwritten them, all ranks refuse to go on. Imports nothing of this package.
 """
 
 from __future__ import annotations

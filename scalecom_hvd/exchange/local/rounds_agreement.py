@@ -34,9 +34,9 @@ def latest_ranks(everyone: Told) -> tuple[list[int], int]:
     In elastic runs a rank may have committed a step that others have not. Newcomers are left out,
     so there are no positions if all ranks are newcomers.
     """
-    latest = max((other["taken"] for other in everyone if other["knows"]), default=0)
-    are_latest = [other["knows"] and other["taken"] == latest for other in everyone]
-    return [rank for rank, is_latest in enumerate(are_latest) if is_latest], latest
+    taken = {rank: other["taken"] for rank, other in enumerate(everyone) if other["knows"]}
+    latest = max(taken.values(), default=0)
+    return [rank for rank, steps in taken.items() if steps == latest], latest
 
 
 def check_same_start(everyone: Told) -> None:

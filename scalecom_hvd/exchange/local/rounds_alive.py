@@ -1,7 +1,6 @@
 """Finds the local steps of this process by the memory addresses of their parameters.
 
-broadcast_parameters and elastic states are given tensors, and ask which local steps have them as
-parameters.
+broadcast_parameters and elastic states ask this of the tensors that they are given.
 """
 
 from __future__ import annotations
