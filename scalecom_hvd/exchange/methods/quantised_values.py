@@ -30,23 +30,25 @@ def average_at(
     places: Places,
     quantiser: Quantiser,
     counts: Sequence[int] | None = None,
+    everyone: Sequence[Places] | None = None,
 ) -> Step[None]:
-    """Average the accumulators at indices that are the same on all ranks.
+    """Average the accumulators at indices that all ranks know.
 
     The bucket sends and receives what the quantiser makes of these values. They are gathered or
     summed, whichever is less traffic.
 
     Args:
+        places: the indices of this rank.
         counts: how many of the indices belong to each tensor. Default: as many as it chooses.
+        everyone: the indices of each rank, so that values are gathered. None: all have the same.
     """
     counts = bucket.counts if counts is None else counts
-    values = bucket.sendable(places)
-    payload, sent = rounded(quantiser, values, counts, collectives)
+    payload, sent = rounded(quantiser, bucket.sendable(places), counts, collectives)
     bucket.send(places, sent)
-    if quantiser.is_gathered(payload, sent, collectives.size):
-        for theirs in (yield from collectives.gather(payload, "values")):
-            average = quantiser.unpack(theirs, sent, counts) * collectives.share
-            bucket.receive(places, average)
+    if everyone is not None or quantiser.is_gathered(payload, sent, collectives.size):
+        gathered = yield from collectives.gather(payload, "values")
+        for at, theirs in zip(everyone or [places] * len(gathered), gathered, strict=True):
+            bucket.receive(at, quantiser.unpack(theirs, sent, counts) * collectives.share)
     else:
         average = yield from collectives.average(sent, "values")
         bucket.receive(places, average)

@@ -10,7 +10,7 @@ import torch
 
 from scalecom_hvd.agreement import Settings
 from scalecom_hvd.exchange.methods.base import BucketCollectives, BucketStep, Method, State, Step
-from scalecom_hvd.exchange.methods.quantised_values import average_at, rounded
+from scalecom_hvd.exchange.methods.quantised_values import average_at
 from scalecom_hvd.exchange.quantisers import generator
 from scalecom_hvd.lanes import Lanes, Positions
 
@@ -48,21 +48,15 @@ class RandomK(Method):
 
     def step(self, bucket: BucketStep, collectives: BucketCollectives, state: State) -> Step[None]:
         """Draw, and average the values there."""
-        numbers = self.seed, collectives.step, collectives.bucket
+        numbers, everyone = (self.seed, collectives.step, collectives.bucket), None
         if self.shared:
-            places = self._draw(bucket, generator(*numbers))
-            yield from average_at(bucket, collectives, places, self.quantiser)
-            return
-        # One number more than `rounded` gives, so that the two do not draw alike.
-        randoms = [generator(*numbers, rank, 0) for rank in range(collectives.size)]
-        everyone = [self._draw(bucket, random) for random in randoms]
-        mine, counts = everyone[collectives.position], bucket.counts
-        payload, sent = rounded(self.quantiser, bucket.sendable(mine), counts, collectives)
-        bucket.send(mine, sent)
-        gathered = yield from collectives.gather(payload, "values")
-        for at, theirs in zip(everyone, gathered, strict=True):
-            values = self.quantiser.unpack(theirs, sent, counts)
-            bucket.receive(at, values * collectives.share)
+            mine = self._draw(bucket, generator(*numbers))
+        else:
+            # One number more than `rounded` gives, so that the two do not draw alike.
+            randoms = [generator(*numbers, rank, 0) for rank in range(collectives.size)]
+            everyone = [self._draw(bucket, random) for random in randoms]
+            mine = everyone[collectives.position]
+        yield from average_at(bucket, collectives, mine, self.quantiser, everyone=everyone)
 
     @staticmethod
     def _draw(bucket: BucketStep, random: torch.Generator) -> torch.Tensor:
