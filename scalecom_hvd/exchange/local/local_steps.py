@@ -76,21 +76,18 @@ class LocalSteps(Averager):
 
     Args:
         parameters: {name: parameter} of all that are trained, in the model's order.
-        method: how changes are averaged.
-        collectives: how this rank reaches the others.
-        schedule: when ranks synchronise, and how many fragments the model is cut into.
+        method, collectives, schedule: how and when changes are averaged.
         groups: see face.Options.
-        start_anew: a function that makes this rank's optimizer forget its momentum and the like. It
-            is called after this rank's parameters had to go back.
+        start_anew: makes this rank's optimizer forget its momentum and the like, after this rank's
+            parameters had to go back.
         outer, overlap, clip_changes: as in DistributedOptimizer.
         node: the ranks of this rank's node, which step together; `collectives` are then its peers.
             None: every rank is a worker by itself.
 
     Attributes:
         common: {name: x}, float32 or float64, the same on all ranks once they have agreed.
-        exchange: the Exchange that averages the changes.
-        taken: how many steps were taken.
-        skipped: how many of them were left out on this rank, because of a bad gradient.
+        taken, skipped: how many steps were taken, and how many of these were left out on this rank
+            because of a bad gradient.
         newcomer: whether this rank has taken no step yet, neither here nor in a loaded state.
         outer: the outer optimizer, or None.
         own: this rank's parameters, held while it resumes in the middle of a round.
@@ -180,12 +177,8 @@ class LocalSteps(Averager):
     def step(self, take: Callable[[], Any]) -> Any:
         """Take one step of this rank's own optimizer, and synchronise if that is due.
 
-        Args:
-            take: a function that makes the step. If it raises NotFinite, the step is counted, but
-                changes nothing on this rank.
-
-        Returns:
-            What `take` returned, or the result that its NotFinite carries.
+        take: makes the step, and returns this method's result. If it raises NotFinite, the step is
+        counted, but changes nothing on this rank.
         """
         if self.active:
             self._begin()
@@ -197,12 +190,8 @@ class LocalSteps(Averager):
         except NotFinite as reason:
             result = reason.result
             self.skipped += 1
-            log.info(
-                "local step %d is skipped on this rank: %s (%d skipped so far)",
-                self.taken,
-                reason,
-                self.skipped,
-            )
+            skipped = "local step %d is skipped on this rank: %s (%d skipped so far)"
+            log.info(skipped, self.taken, reason, self.skipped)
             self._health.skip(self.taken, "this rank")
         self.taken += 1
         if self.active:
@@ -270,8 +259,7 @@ class LocalSteps(Averager):
     def _notice_restart(self) -> None:
         """If ranks were started anew (elastic runs), forget what travels: it never arrives.
 
-        The change is still the difference between x and this rank's parameters, and is sent the
-        next time.
+        Changes are not lost: parameters still differ from x by them.
         """
         if self._restarted():
             self._agreed = False
@@ -331,11 +319,10 @@ class LocalSteps(Averager):
     @torch.inference_mode(False)  # a script may save in inference mode
     @torch.no_grad()
     def collect(self) -> None:
-        """Wait for averages that travel. Every rank has sent its part of them already.
+        """Wait for averages that travel. They are applied when their overlap's steps are over.
 
-        They are applied when the steps of their overlap are over. If the exchange's step was
-        aborted, it is forgotten. Its change is still the difference between x and the parameters,
-        and is sent the next time.
+        Every rank has sent its part of them already. If the exchange's step was aborted, there are
+        none, and the changes are sent the next time.
         """
         if not self.travels:
             return
@@ -470,10 +457,7 @@ class LocalSteps(Averager):
     def _send_common(self, root: int, described: Told, keeps: bool) -> None:
         """Give all ranks the common parameters, and outer state, of the rank at position `root`.
 
-        Args:
-            root, described: see OuterStep.broadcast.
-            keeps: whether this rank keeps its own parameters. If not, it begins from the common
-                ones.
+        Unless it `keeps` its own parameters, this rank begins from the common ones.
         """
         self._outer.broadcast(self.collectives, root, described)
         if not keeps:
@@ -503,10 +487,9 @@ class LocalSteps(Averager):
     # What elastic states, broadcast_parameters and the run call.
 
     def rejoin(self) -> None:
-        """Let all ranks of an elastic run meet, so that newcomers take over what others have.
+        """Let newcomers of an elastic run take over what others have, before the first gradient.
 
-        Newcomers then have it before they compute a gradient. All ranks compare again before the
-        next step, because models may be loaded until then.
+        All ranks compare again before the next step, because models may be loaded until then.
         """
         if self.active:
             self._agree(early=True)
@@ -519,11 +502,8 @@ class LocalSteps(Averager):
 
     @torch.no_grad()
     def show_common(self) -> None:
-        """For a broadcast, make the parameters the common ones, until they are put back.
-
-        Nodes have no newcomers, which would need them.
-        """
-        if self._under_way and self.node is None:
+        """For a broadcast, make the parameters the common ones, until they are put back."""
+        if self._under_way and self.node is None:  # newcomers need them, and nodes have none
             self._begin_at_common()
 
     def state_dict(self) -> Saved:
@@ -560,11 +540,7 @@ class LocalSteps(Averager):
 
     @torch.no_grad()
     def load_state_dict(self, state: Saved) -> None:
-        """Load the local steps of a complete state.
-
-        If the state is from the middle of a round, this rank's own parameters are put in place at
-        once.
-        """
+        """Load the local steps of a complete state, and put this rank's own parameters in place."""
         own = state["local_steps"]
         self._outer.load_state_dict(own)
         self.taken, self._early = int(own["taken"]), int(own["early"])
@@ -583,15 +559,12 @@ class LocalSteps(Averager):
             self._journey = Journey.of(own, self.common, self.worker)
 
     def stats(self) -> Stats:
-        """Numbers of the last synchronisation, and of local steps.
-
-        See Method.stats.
-        """
-        clipping = self._clipping
-        clipped = {} if clipping.times is None else {"changes_clipped": clipping.clipped}
-        own = {
+        """Numbers of the last synchronisation, and of local steps; see Method.stats."""
+        own: Stats = {
             "local_steps": self.schedule.describe(),
             "local_steps_taken": self.taken,
             "local_steps_skipped": self.skipped,
         }
-        return self.exchange.stats() | clipped | own
+        if self._clipping.times is not None:
+            own["changes_clipped"] = self._clipping.clipped
+        return self.exchange.stats() | own

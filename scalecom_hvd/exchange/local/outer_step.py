@@ -138,10 +138,7 @@ class OuterStep:
     def broadcast(
         self, collectives: Collectives, root: int, described: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Give all ranks the common parameters and the optimizer's state of the rank `root`.
-
-        described: what `describe` gave there.
-        """
+        """Give all ranks x and the state of the rank `root`, where `describe` gave `described`."""
         for x, own in zip(self.common.values(), described, strict=False):
             state = dict(own)
             for key, (shape, dtype) in ((k, v) for k, v in own.items() if isinstance(v, list)):

@@ -78,7 +78,7 @@ class Worker(Mapping[str, torch.Tensor]):
     def agreeing(self, step: int) -> Iterator[None]:
         """Enclose an agreement among peers. If it fails on one rank, it fails in the whole node.
 
-        step: how many steps this rank has taken when it ends. It is the same in the node.
+        step: how many steps this rank has taken then, like all of the node.
         """
         if self.node is None:
             yield
@@ -90,20 +90,12 @@ class Worker(Mapping[str, torch.Tensor]):
     def any(self, found: bool, step: int) -> bool:
         """Whether something was found on a rank of this worker. Waits for all of them.
 
-        Args:
-            found: whether it was found on this rank.
-            step: how many steps this rank has taken.
-
-        Raises:
-            RuntimeError: on all ranks of the node, if they have taken different numbers of steps.
+        Raises RuntimeError, on all of them, unless their numbers of steps are equal.
         """
         return found if self.node is None else not self.node.counts(not found, step)[0]
 
     def check_alike(self, step: int) -> None:
-        """Raise RuntimeError on all ranks of a node unless they have stepped alike.
-
-        It reads all parameters.
-        """
+        """Raise RuntimeError on all ranks of a node unless they have the same parameters."""
         if not self._is_cut:
             return
         mine = int(digest(self._parameters.values())[:15], 16)
