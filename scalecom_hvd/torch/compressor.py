@@ -1,7 +1,4 @@
-"""ScaleCom as users of Horovod's own DistributedOptimizer give it: a compressor of Horovod's kind.
-
-per_tensor.py does the work.
-"""
+"""ScaleCom for Horovod's own DistributedOptimizer: a compressor, whose work per_tensor.py does."""
 
 from __future__ import annotations
 
@@ -49,8 +46,7 @@ class ScaleCom(methods.ScaleCom):
     ) -> None:
         super().__init__(**settings)
         self._process_set = process_set
-        known = named_parameters is not None
-        self._named_parameters = _by_name(named_parameters) if known else None
+        self._named_parameters = None if named_parameters is None else _by_name(named_parameters)
         named = self._named_parameters or {}
         self._trained = {name for name, p in named.items() if p.requires_grad}
         self._fresh = freshness(named)
@@ -107,12 +103,9 @@ class ScaleCom(methods.ScaleCom):
         self.settle(every_step=True)
         # Horovod keeps to the parameters that were trained when its optimizer was made. That was
         # after this object was made, and before the first step.
-        parameters = {
-            name: p
-            for name, p in self._named_parameters.items()
-            if p.requires_grad or name in self._trained
-        }
-        PerTensor(parameters, self, HorovodCollectives(self._process_set), self._fresh)
+        named, trained = self._named_parameters, self._trained
+        known = {name: p for name, p in named.items() if p.requires_grad or name in trained}
+        PerTensor(known, self, HorovodCollectives(self._process_set), self._fresh)
 
 
 def _by_name(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

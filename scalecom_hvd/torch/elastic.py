@@ -1,11 +1,10 @@
 """horovod.torch.elastic, with states that keep residues.
 
 Every rank commits and restores its own residues, and new ranks start with none. Horovod's
-TorchState asks a registry of handlers how to keep an object. This module adds handlers for ScaleCom
-and the other methods, for optimizers that use them, and for models. So TorchState knows all of
-these once scalecom_hvd.torch is imported. All ranks get rank 0's model and optimizer, but never its
-residues. With local steps, every rank keeps its own parameters and optimizer, and new ranks get the
-common parameters.
+TorchState asks a registry of handlers how to keep an object. This module adds handlers for methods,
+for optimizers that use them, and for models. All ranks get rank 0's model and optimizer, but never
+its residues. With local steps, every rank keeps its own parameters and optimizer, and new ranks get
+the common parameters.
 """
 
 from __future__ import annotations
@@ -84,17 +83,13 @@ class OptimizerHandler(_state.OptimizerStateHandler):
         self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
 
     def sync(self) -> None:
-        """Give rank 0's state to all ranks.
-
-        With local steps, every rank has its own state, so only new ranks get it.
-        """
+        """Give rank 0's state to all ranks; with local steps, to new ranks alone."""
         local = self.value._compression.run.averager
         if not isinstance(local, LocalSteps):
             super().sync()
         else:
-            state = broadcast_object(
-                self.value.state_dict(), root_rank=0, name="scalecom.optimizer_state"
-            )
+            mine = self.value.state_dict()
+            state = broadcast_object(mine, root_rank=0, name="scalecom.optimizer_state")
             if local.newcomer:
                 self.value.load_state_dict(state)
         self._residues.sync()

@@ -66,10 +66,7 @@ class Restarts:
 
 
 def where_it_ends(read: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Call `read`, which waits for Horovod and may compute, where Horovod's work ends.
-
-    The current stream's further work waits for that.
-    """
+    """Call `read`, which waits for Horovod and may compute, on the stream of Horovod's work."""
     if device.type != "cuda" or not _ENDS_ON_DEFAULT_STREAM:
         return read()
     default = torch.cuda.default_stream(device)
@@ -190,9 +187,8 @@ class HorovodCollectives:
         return self._submit(horovod.allreduce_async_, buffer, name=name, **reduction)
 
     def gather(self, tensor: torch.Tensor, name: str) -> HorovodWork:
-        return self._submit(
-            horovod.allgather_async, tensor, name=name, process_set=self._process_set
-        )
+        where = self._process_set
+        return self._submit(horovod.allgather_async, tensor, name=name, process_set=where)
 
     def _submit(
         self, collective: Callable[..., int], tensor: torch.Tensor, *arguments: Any, **more: Any

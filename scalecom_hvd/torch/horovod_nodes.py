@@ -14,9 +14,7 @@ from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
 
 
 def peers_and_node(nodes: bool | int) -> tuple[HorovodCollectives, Node, ProcessSet]:
-    """This rank's peers, one in each node, and the ranks of its node. All ranks must call this.
-
-    The ranks of its node are also given as Horovod's process set.
+    """This rank's peers, and the ranks of its node, also as a process set. All ranks call this.
 
     Args:
         nodes: True: each host is a node. A number: that many nodes, of consecutive ranks.

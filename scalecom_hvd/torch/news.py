@@ -4,10 +4,8 @@ Hooks compress gradients there, so ranks cannot ask before a step begins, as the
 package's optimizers (exchange/optimizer_gradients.py). A rank that has news says so in its first
 hook, and waits for nobody. A rank without news waits until all ranks have said whether they have
 news. This is safe, because it happens in synchronize(), which all ranks call equally often. When
-the last average has come, each rank tells the others how it stands (`signal`): whether its script
-changed gradients on their way, and whether the rank still holds to what ranks agreed on. In every
-step, a rank calls `ask`, and then `signal`. If a step is given up before its signal, what was told
-stands.
+the last average has come, each rank tells the others how it stands (`signal`). If a step is given
+up before its signal, what was told stands.
 """
 
 from __future__ import annotations

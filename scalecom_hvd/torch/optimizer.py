@@ -154,13 +154,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     is_everyone = process_set is horovod.global_process_set
     if nodes is not False:
         why_not = "gradients are always averaged, inside a node and between nodes"
+        predivides = gradient_predivide_factor != 1.0
         settings = (
             (op != horovod.Average, "op", why_not),
-            (
-                gradient_predivide_factor != 1.0,
-                "gradient_predivide_factor",
-                "gradients are averaged in two stages",
-            ),
+            (predivides, "gradient_predivide_factor", "gradients are averaged in two stages"),
             (not is_everyone, "process_set", "nodes consist of all ranks"),
             (overlap != 0, "overlap", "Horovod would end while averages travel"),
             (collectives is not None, "collectives", "nodes are Horovod's process sets"),
@@ -331,10 +328,7 @@ def _members(gradients: OptimizerGradients | None) -> dict[str, Any]:
 
 
 def _averaging_in_node(members: dict[str, Any], method: Method) -> dict[str, Any]:
-    """The members of an optimizer for whose local steps Horovod averages gradients in the node.
-
-    members: those of an optimizer that takes local steps by itself.
-    """
+    """`members` of local steps, for an optimizer whose gradients Horovod averages in the node."""
     take_local_step = members["step"]
 
     @not_compiled

@@ -3,8 +3,7 @@
 Horovod calls `compress` for every gradient, in any order, and in part from hooks. In a hook a rank
 must not wait: ranks may miss different gradients, so it may wait forever. So this module uses
 look-ahead. When the last result of a step has come, the next leader's offsets are broadcast, all in
-one. They are needed when the next step's first gradient comes. By then every rank has submitted the
-broadcast. The first step is sent whole, because no offsets are known yet.
+one. When they are needed, every rank has submitted this. The first step is sent whole.
 
 Here Horovod does the averaging, in the dtype of what it is given. So few-bit integers travel in
 float32 (float_words.py).
@@ -52,10 +51,7 @@ class Sent:
 
 @dataclasses.dataclass
 class Ahead:
-    """The next choice for one device's tensors: its buffer, and the collective that brings it.
-
-    A choice consists of offsets and, for integers, scales.
-    """
+    """The next choice for one device's tensors: its buffer, and the collective that brings it."""
 
     tensors: Sequence[CompressedTensor]
     layout: Layout
@@ -75,12 +71,8 @@ class Ahead:
 class PerTensor(Averager):
     """Compresses and decompresses one optimizer's gradients, tensor by tensor.
 
-    Args:
-        parameters: {name: parameter}, as the user gave them; they may be more than the optimizer
-            trains.
-        method: the ScaleCom. Its state holds this step's offsets.
-        collectives: the ranks.
-        fresh: the names that got gradients from backward since this set was last emptied.
+    parameters: what the user named, which may be more than the optimizer trains.
+    fresh: the names that got gradients from backward since this set was last emptied.
     """
 
     def __init__(
@@ -166,10 +158,7 @@ class PerTensor(Averager):
             self._given.clear()
 
     def rejoin(self) -> None:
-        """Agree with the other ranks of an elastic run on the step: no hook can wait for this.
-
-        All ranks of the process set must call this.
-        """
+        """Agree with the other ranks of an elastic run on the step: no hook can wait for this."""
         if not self.collectives.size:
             return
         self._notice_restart()
@@ -185,16 +174,11 @@ class PerTensor(Averager):
         """Numbers of the last step; see Method.stats. In elastic runs there may be none yet."""
         elements = {name: self._parameters[name].numel() for name in self._seen}
         tensors = {} if self._whole else self._residues.tensors
+        chosen = {name: tensor.geometry.k for name, tensor in tensors.items()}
         size, step = self.collectives.size, self._residues.step
-        broadcasts = sum(ahead.work is not None for ahead in self._ahead.values())
-        return step_stats(
-            size,
-            leader(step, 0, max(size, 1), False),
-            elements,
-            {name: tensor.geometry.k for name, tensor in tensors.items()},
-            len(self._seen) + broadcasts,
-            **self._handed_over,
-        )
+        who = leader(step, 0, max(size, 1), False)
+        count = len(self._seen) + sum(ahead.work is not None for ahead in self._ahead.values())
+        return step_stats(size, who, elements, chosen, count, **self._handed_over)
 
     # What Horovod asks.
 
@@ -294,8 +278,7 @@ class PerTensor(Averager):
     # One step.
 
     def _notice_restart(self) -> None:
-        """If ranks were restarted (elastic runs), roll back: nothing is under way any more."""
-        if self._restarted():
+        if self._restarted():  # as in elastic runs: nothing is under way any more
             self.abort()
 
     def _begin_step(self) -> None:
@@ -322,10 +305,7 @@ class PerTensor(Averager):
         self._whole = self._idle or in_warmup or not has_offsets
 
     def _has_news(self) -> bool:
-        """Whether some rank has gradients that were not averaged yet.
-
-        Waits for others only in synchronize(), never in a hook.
-        """
+        """Whether some rank has gradients that were not averaged yet. Waits in no hook."""
         if self._news.ask(fresh=not self._members.isdisjoint(self._fresh)):
             return True
         members = [name for name in self._parameters if name in self._members]
@@ -404,10 +384,7 @@ class PerTensor(Averager):
         self._run.take_state(())  # what was loaded need not be kept
 
     def _average_again(self) -> None:
-        """Repair a step that sent values although there was nothing to send.
-
-        Gradients become what they would be without compression.
-        """
+        """Give gradients their uncompressed average: values were sent although nothing was new."""
         averages = self._news.averages_of({name: grad for name, (_, grad) in self._given.items()})
         for name, (output, _) in self._given.items():
             parameter = self._parameters[name]
@@ -431,21 +408,18 @@ class PerTensor(Averager):
     def _make_buckets(self) -> None:
         """Make one bucket for each tensor, and room for the offsets of all.
 
-        This includes tensors that never come here (sparse ones, which Horovod does not compress),
-        so that it is the same on every rank.
+        Also for sparse tensors, which never come here, so that it is the same on every rank.
         """
-        size = self.collectives.size
+        tensors, size = self._residues.tensors, self.collectives.size
         by_device: dict[torch.device, list[CompressedTensor]] = {}
-        for number, (name, tensor) in enumerate(self._residues.tensors.items()):
+        for number, (name, tensor) in enumerate(tensors.items()):
             by_device.setdefault(tensor.residue.device, []).append(tensor)
-            self._buckets[name] = Bucket(
-                number, [name], self._parameters, self._residues.tensors, size
-            )
-        for device, tensors in by_device.items():
-            geometries = {tensor.name: tensor.geometry for tensor in tensors}
-            layout = Layout(geometries, has_scales=tensors[0].levels > 0)
+            self._buckets[name] = Bucket(number, [name], self._parameters, tensors, size)
+        for device, own in by_device.items():
+            geometries = {tensor.name: tensor.geometry for tensor in own}
+            layout = Layout(geometries, has_scales=own[0].levels > 0)
             buffer = torch.zeros(layout.offsets_bytes, dtype=torch.uint8, device=device)
-            self._ahead[device] = Ahead(tensors, layout, buffer)
+            self._ahead[device] = Ahead(own, layout, buffer)
 
     def _agree(self) -> None:
         """Compare settings and tensors of all ranks; raises RuntimeError on every rank alike."""
@@ -454,15 +428,11 @@ class PerTensor(Averager):
             grads = {name: self._standing["grads"][name] for name in self._seen}
         else:
             fresh, grads = not self._idle, {}
-        everyone = self._run.agree(
-            self._parameters,
-            self.collectives,
-            self._names,
-            {},
-            # The indices at which this step sent values.
-            {"look-ahead offsets": None if self._whole else self._run.digest_of_state()},
-            {"changed": bool(self._changed), "fresh": fresh, "grads": grads},
-        )
+        run, everybody = self._run, (self._parameters, self.collectives, self._names)
+        # The indices at which this step sent values.
+        alike = {"look-ahead offsets": None if self._whole else run.digest_of_state()}
+        told = {"changed": bool(self._changed), "fresh": fresh, "grads": grads}
+        everyone = run.agree(*everybody, {}, alike, told)
         if any(other["changed"] for other in everyone):
             raise RuntimeError(CHANGED)
         found = judge([other["grads"] for other in everyone])
