@@ -58,11 +58,7 @@ NUMBERS = Numbers()
 class Names:
     """The names of one exchange's collectives. They carry its number, so no two exchanges collide.
 
-    Each rank claims a number. All ranks agree on the largest, and use it.
-
-    Attributes:
-        number: of this exchange.
-        numbers: of this process.
+    Each rank claims one of its process's `numbers`. All ranks agree on the largest, and use it.
     """
 
     def __init__(self, numbers: Numbers = NUMBERS) -> None:
@@ -80,11 +76,7 @@ class Names:
 
 
 def is_elastic() -> bool:
-    """Whether ranks may come and go, by the environment's HOROVOD_ELASTIC.
-
-    horovodrun sets it to 1. As in Horovod's core, any whole number but 0 means yes. Anything that
-    is not a number means no.
-    """
+    """Whether ranks may come and go: as in Horovod, whether HOROVOD_ELASTIC is a number but 0."""
     value = os.environ.get("HOROVOD_ELASTIC", "0")
     return value.isdecimal() and int(value) != 0
 
@@ -157,19 +149,13 @@ def describe(
 
 
 def agree(everyone: Sequence[Mapping[str, Any]], topics: Sequence[str], names: Names) -> int:
-    """Check that all ranks have described the same exchange, and name it.
+    """The step at which all ranks go on, which have described the same exchange. Names it, too.
 
     Args:
         everyone: every rank's description: the topics, its "name" (a number that it claimed) and
             its "step".
-        topics: keys that must be equal on all ranks.
+        topics: keys that must be equal on all ranks. If not, all raise RuntimeError alike.
         names: of this exchange. They take a number that is new to all ranks.
-
-    Returns:
-        The step at which all ranks go on.
-
-    Raises:
-        RuntimeError: a topic differs. All ranks raise alike.
     """
     compare_ranks(everyone, topics)
     names.use(max(theirs["name"] for theirs in everyone))
@@ -192,9 +178,8 @@ def latest_step(steps: Sequence[int]) -> int:
 def compare_ranks(per_rank: Sequence[Mapping[str, Any]], topics: Sequence[str]) -> None:
     """Raise RuntimeError, with the first difference to rank 0, unless some topics are equal."""
     for topic in topics:
-        first = per_rank[0][topic]
-        for rank, description in enumerate(per_rank):
-            other = description[topic]
+        first, *others = (description[topic] for description in per_rank)
+        for rank, other in enumerate(others, 1):
             if other != first:
                 advice = _NUMBERED if _numbered_otherwise(first, other) else _ALIKE
                 raise RuntimeError(
@@ -204,13 +189,10 @@ def compare_ranks(per_rank: Sequence[Mapping[str, Any]], topics: Sequence[str]) 
 
 
 def check_residues_of(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Raise RuntimeError if two ranks have loaded the residues of the same rank.
-
-    "residues_of" in a rank's description is the rank whose residues it has loaded, or None.
-    """
+    """Raise RuntimeError if two ranks have loaded the residues of the same rank."""
     taken: dict[int, int] = {}
     for rank, other in enumerate(everyone):
-        of = other["residues_of"]
+        of = other["residues_of"]  # the rank whose residues it has loaded, or None
         if of is not None and of in taken:
             raise RuntimeError(
                 f"ranks {taken[of]} and {rank} have both loaded the residues of rank {of}, so "

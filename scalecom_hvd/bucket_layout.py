@@ -50,8 +50,7 @@ def split(
 
     Args:
         names: in the order in which gradients arrive.
-        kind_of: equal for tensors that may share a bucket.
-        bytes_of: the size of a tensor's gradient.
+        kind_of, bytes_of: give a tensor's kind, and the size of its gradient.
         limit: about how many bytes a bucket has; None: one bucket for each kind.
     """
     kinds: dict[Hashable, list[str]] = {}
@@ -146,10 +145,7 @@ class Layout:
 
 
 def pack_halves(rows: Array, packed: Array) -> None:
-    """packed (ceil(n / 2),) <- offsets below 16 (n,), two to a byte: row l and row l + ceil(n / 2).
-
-    Both are uint8, NumPy arrays or tensors.
-    """
+    """packed (ceil(n / 2),) <- offsets below 16 (n,): of lanes l and l + ceil(n / 2); all uint8."""
     half = len(packed)
     packed[:] = rows[:half]
     packed[: len(rows) - half] |= rows[half:] << 4
@@ -163,13 +159,7 @@ def unpack_halves(packed: Array, rows: Array) -> None:
 
 
 def traffic(n_workers: int, broadcast: int, averaged: int, gathered: int = 0) -> int:
-    """Bytes that a rank sends on a ring, on average over ranks.
-
-    Args:
-        n_workers: how many ranks there are.
-        broadcast, averaged, gathered: bytes handed over to be broadcast, all-reduced, and
-            gathered (of this rank).
-    """
+    """Bytes that a rank sends on a ring, on average over ranks, for bytes it handed over."""
     n = max(n_workers, 1)
     return round((n - 1) / n * (broadcast + 2 * averaged)) + (n - 1) * gathered
 
@@ -185,12 +175,11 @@ def step_stats(
     """What `stats()` says about the last step, the same for every exchange.
 
     Args:
-        n_workers, leader: how many ranks there are, and the position of the one that chose.
+        n_workers, collectives: how many ranks and collectives there were.
+        leader: the position of the rank that chose.
         elements: {name: elements} of all dense gradients.
         chosen: {name: elements sent} of the compressed ones.
-        collectives: how many collectives there were.
-        handed_over: bytes handed to the collectives as offsets, values, dense and, by some
-            methods, gathered.
+        handed_over: bytes as offsets, values, dense and, by some methods, gathered.
     """
     averaged = handed_over["values"] + handed_over["dense"]
     gathered = handed_over.get("gathered", 0)

@@ -125,12 +125,7 @@ class Lanes:
 class Positions(Lanes):
     """The geometry of exact selection: the k offsets are flat positions, in ascending order.
 
-    Args:
-        numel: how many elements the tensor has; below 2**31.
-        rate: the compression rate, elements per element sent; at least 1.
-
-    Raises:
-        ValueError: there are no such positions.
+    It takes the arguments of Lanes, and raises ValueError from 2**31 elements on.
     """
 
     def __post_init__(self) -> None:
@@ -141,18 +136,11 @@ class Positions(Lanes):
                 "indices: use selection='lanes'"
             )
 
-    @property
-    def width(self) -> int:
-        """There are no lanes."""
-        return 0
-
-    @property
-    def offset_dtype(self) -> np.dtype[np.integer]:
-        """A dtype that holds every position."""
-        return np.dtype(np.int32)
+    width = 0  # there are no lanes
+    offset_dtype = np.dtype(np.int32)
 
     def starts_and_strides(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The starts and strides with which `indices` gives the positions themselves."""
+        """Those with which `indices` gives the positions themselves."""
         return np.zeros(self.k, np.int64), np.ones(self.k, np.int64)
 
     def fit(self, offsets: NDArray[np.integer]) -> bool:

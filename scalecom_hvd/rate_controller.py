@@ -44,10 +44,6 @@ CHANGED = 0.2
 class RateController:
     """Finds the rung for one run.
 
-    Args:
-        ranks: how many ranks exchange.
-        rung: where to begin.
-
     Attributes:
         rung: the one of the coming step.
         reason: why, for a user; "" at the start.
@@ -67,14 +63,11 @@ class RateController:
         self._window: list[tuple[float, float]] = []
 
     def note(self, seconds: float, exposed: float) -> int:
-        """Take in one step on the present rung.
+        """Take in one step on the present rung. Returns the rung for the next one.
 
         Args:
             seconds: from the end of the last step's averages to the end of this step's.
             exposed: how many of them nothing was done but to wait for averages.
-
-        Returns:
-            The rung for the next step.
         """
         self._window.append((seconds, exposed / seconds))
         counted = self._window[SKIPPED:]

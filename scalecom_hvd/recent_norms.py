@@ -19,13 +19,7 @@ KEPT = 0.98
 
 
 class RecentNorms:
-    """The norms of one tensor's gradients on this rank.
-
-    Attributes:
-        longest: the longest recent one, which fades.
-        count: how many there were.
-        outliers: how many of them were outliers.
-    """
+    """The norms of one tensor's gradients on this rank: the longest, which fades, and counts."""
 
     def __init__(self, longest: float = 0.0, count: int = 0) -> None:
         self.longest, self.count, self.outliers = float(longest), int(count), 0

@@ -127,10 +127,8 @@ class ScaleComReference:
         return levels_of(self._stage_at(self.step_number).bits)
 
     def _average(self, grads: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
-        return {
-            name: self._average_tensor(name, [worker[name] for worker in grads])
-            for name in grads[0]
-        }
+        everyone = {name: [worker[name] for worker in grads] for name in grads[0]}
+        return {name: self._average_tensor(name, own) for name, own in everyone.items()}
 
     def _is_good(self, name: str, grad: Array) -> bool:
         if self._is_sent_whole(name):
@@ -186,12 +184,12 @@ class ScaleComReference:
         """What every worker sends."""
         beta = m[0].dtype.type(self.config.beta)
         sent = []
-        for i in range(self.n_workers):
-            v = self._value(m[i][I], grad[i][I])  # (1)
+        for own, g in zip(m, grad, strict=True):
+            v = self._value(own[I], g[I])  # (1)
             if scale is not None:
                 v = integers(v, scale, self._levels) * scale
-            m[i][I] -= beta * v
-            m[i] += beta * grad[i]  # (2)
+            own[I] -= beta * v
+            own += beta * g  # (2)
             sent.append(v)
         return sent
 

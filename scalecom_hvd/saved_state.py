@@ -35,10 +35,7 @@ _OF_LANES = ("warmup_steps", "rate", "bits")
 def check_state(
     state: Mapping[str, Any], config: ScaleComConfig, settings: Mapping[str, Any]
 ) -> None:
-    """Check that this is a state of one method, and of these settings.
-
-    config, settings: of the run that loads it. `settings` include the method's name.
-    """
+    """Check that a state is of the method, settings and config of the run that loads it."""
     missing = {"version", "step", "config", "residues", "settings"} - set(state)
     if state.get("version", STATE_VERSION) != STATE_VERSION:
         raise ValueError(
@@ -84,10 +81,7 @@ def without_choice(state: Saved, config: ScaleComConfig) -> dict[str, Any]:
 
 
 def check_shard(state: Mapping[str, Any], shard: tuple[int, int]) -> None:
-    """Check that the residues are of the part of each tensor that this rank holds.
-
-    shard: the number of this part, and how many parts there are; (0, 1) for whole tensors.
-    """
+    """Check that residues are of this rank's part of each tensor: (its number, of how many)."""
     saved = tuple(state.get("shard", (0, 1)))
     if saved != shard and state["residues"]:
         raise ValueError(
@@ -114,10 +108,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def check_rounds(state: Mapping[str, Any], common: Shapes, own: Shapes) -> None:
-    """Check that a state that LocalSteps saved belongs to these parameters.
-
-    common, own: {name: shape} of what is averaged, and of what the rank has of a parameter.
-    """
+    """Check that a state of LocalSteps belongs to what is averaged, and what the rank has."""
     if ("common" in state) != ("local" in state):
         raise ValueError(
             "the state's local steps follow another kind of schedule: give the same local_steps, "
@@ -146,9 +137,8 @@ def check_finite(finite: Mapping[str, bool]) -> None:
 def norms_of(state: Mapping[str, Any]) -> list[list[float]]:
     """The norms of the last three looks in a saved state, as training_warnings.Health keeps them.
 
-    Returns:
-        Norms of what waited, and of gradients (2, 3); zeros where there were none, or if a user
-        deleted them.
+    They are (2, 3), of what waited and of gradients; zeros if there were none, or a user deleted
+    them.
     """
     norms = np.asarray(state.get("norms", np.zeros((2, 3))), np.float64)
     if norms.shape != (2, 3) or not np.isfinite(norms).all():

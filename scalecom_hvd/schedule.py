@@ -18,11 +18,8 @@ _FORMS = (
 def leader(step: int, bucket: int, size: int, staggered: bool) -> int:
     """The position of the rank that chooses for a bucket at a step.
 
-    Args:
-        step: the step; a tensor if a graph computes it.
-        bucket: the bucket's number.
-        size: how many ranks there are; a tensor if their number may change.
-        staggered: whether every bucket has a different leader (config.leader).
+    In TensorFlow, `step` and `size`, the number of ranks, may be tensors. staggered: whether every
+    bucket has a different leader (config.leader).
     """
     return (step + (bucket if staggered else 0)) % size
 
