@@ -122,26 +122,24 @@ class Layout:
     """
 
     def __init__(self, geometries: Mapping[str, Lanes], has_scales: bool = False) -> None:
-        self.scales: dict[str, slice] = {}
-        self.offsets: dict[str, slice] = {}
-        self.values: dict[str, slice] = {}
-        self.offsets_bytes = self.n_values = 0
-        for name, geometry in geometries.items():
-            start = self.offsets_bytes
-            self.offsets_bytes += 4 * blocks_of(geometry.k) if has_scales else 0
-            self.scales[name] = slice(start, self.offsets_bytes)
-        self.scales_bytes = self.offsets_bytes
-        self.narrow_bytes = 0
+        scales = {name: 4 * blocks_of(own.k) * has_scales for name, own in geometries.items()}
+        self.scales, self.scales_bytes = _side_by_side(scales)
         # Wider offsets first: every tensor's slice is then aligned.
-        for name in sorted(geometries, key=lambda name: -geometries[name].offset_bits):
-            start, own = self.offsets_bytes, geometries[name]
-            self.offsets_bytes += own.k * own.offset_width
-            self.offsets[name] = slice(start, self.offsets_bytes)
-            self.narrow_bytes += own.k if own.offset_bits == 4 else 0
+        ordered = sorted(geometries.items(), key=lambda item: -item[1].offset_bits)
+        offsets = {name: own.k * own.offset_width for name, own in ordered}
+        self.offsets, self.offsets_bytes = _side_by_side(offsets, self.scales_bytes)
+        self.narrow_bytes = sum(own.k for own in geometries.values() if own.offset_bits == 4)
         self.message_bytes = self.offsets_bytes - self.narrow_bytes // 2
-        for name, geometry in geometries.items():
-            self.values[name] = slice(self.n_values, self.n_values + geometry.k)
-            self.n_values += geometry.k
+        self.values, self.n_values = _side_by_side({name: g.k for name, g in geometries.items()})
+
+
+def _side_by_side(sizes: Mapping[str, int], begin: int = 0) -> tuple[dict[str, slice], int]:
+    """Slices of these sizes, one after the other from `begin` on, and where they end."""
+    slices = {}
+    for name, size in sizes.items():
+        slices[name] = slice(begin, begin + size)
+        begin += size
+    return slices, begin
 
 
 def pack_halves(rows: Array, packed: Array) -> None:

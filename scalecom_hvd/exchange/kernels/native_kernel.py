@@ -19,14 +19,11 @@ class NativeKernel:
         self._slots = slots
         self._table = np.zeros(len(slots), native.TENSOR)
         self._table["dtype"] = native.DTYPES[dtype_name(grad_dtype)]
-        for row, slot in zip(self._table, slots, strict=True):
-            lanes = slot.geometry
-            row["residue"] = slot.residue.data_ptr()
-            row["numel"], row["k"] = lanes.numel, lanes.k
-            row["width"], row["rows"] = lanes.width, lanes.rows
-            row["offset_width"] = lanes.offset_width
-            row["offsets_at"], row["values_at"] = slot.offsets_at, slot.values_at
-            row["levels"], row["scales_at"] = slot.levels, slot.scales_at
+        self._table["residue"] = [slot.residue.data_ptr() for slot in slots]
+        for field in ("numel", "k", "width", "rows", "offset_width"):
+            self._table[field] = [getattr(slot.geometry, field) for slot in slots]
+        for field in ("offsets_at", "values_at", "levels", "scales_at"):
+            self._table[field] = [getattr(slot, field) for slot in slots]
         self._tensors = self._table.ctypes.data, len(slots)
         self._grads: Sequence[torch.Tensor] = ()
         self._scale = 1.0
