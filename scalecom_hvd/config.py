@@ -312,15 +312,9 @@ class ScaleComConfig:
         return hash(json.dumps(self.to_dict()))
 
     def replace(self, **fields: Any) -> ScaleComConfig:
-        """A copy with other values.
+        """A copy with other values of any fields. The errors are those of the class.
 
-        Args:
-            fields: any fields of this class.
-
-        Raises:
-            TypeError: a field has a type that cannot work.
-            ValueError: a field has a value that cannot work, or its name is misspelt; the error
-                names the nearest right one.
+        A misspelt name is a ValueError that names the nearest right one.
         """
         _check_names(fields, "there is no setting")
         return dataclasses.replace(self, **fields)
@@ -328,10 +322,8 @@ class ScaleComConfig:
     def resolved(self, mixes_momentum: bool = False, knows_bits: bool = True) -> ScaleComConfig:
         """A copy with numbers instead of None, to train with.
 
-        Args:
-            mixes_momentum: whether the optimizer's momentum can be made quasi-hyperbolic. If so, nu
-                may stay None, which lets each tensor's rate decide.
-            knows_bits: whether values can be integers of few bits.
+        mixes_momentum: whether the optimizer's momentum can be made quasi-hyperbolic: nu may then
+        stay None, which lets each tensor's rate decide. knows_bits: whether values can be integers.
         """
         rate, rates, bits, nu, beta = self.rate, self.rates, self.bits, self.nu, self.beta
         warmup = self.warmup_steps
@@ -399,13 +391,10 @@ class ScaleComConfig:
 
     @classmethod
     def from_env(cls, base: ScaleComConfig | None = None) -> ScaleComConfig:
-        """Settings of the environment, over others: SCALECOM_RATE, SCALECOM_BETA, ...
+        """Settings of the environment, over those of `base`: SCALECOM_RATE, SCALECOM_BETA, ...
 
         There is one variable per field, with a value in YAML. Lists may also be written with
         commas: SCALECOM_DENSE='auto:output,embed.*'.
-
-        Args:
-            base: what the environment overrides; None: the defaults.
 
         Raises:
             TypeError: a variable's value has a type that cannot work.
@@ -436,10 +425,7 @@ class ScaleComConfig:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> ScaleComConfig:
-        """Settings of a YAML file, over the defaults; the environment overrides the file.
-
-        Args:
-            path: the file, with one "name: value" line for each field that it sets.
+        """Settings of a YAML file of "name: value" lines; the environment overrides the file.
 
         Raises:
             OSError: the file cannot be read.
@@ -460,10 +446,7 @@ class ScaleComConfig:
         return self.residue_dtype or ("float64" if grad_dtype == "float64" else "float32")
 
     def rates_for(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
-        """The rate of every tensor in the run's last stage. 1 means sent whole, or all of it.
-
-        For the arguments and errors, see `own_rates_for`.
-        """
+        """The rate of every tensor in the run's last stage; see `own_rates_for`. 1: all of it."""
         rate = self.stages[-1][1].rate
         own = self.own_rates_for(shapes)
         return {name: rate if given is None else given for name, given in own.items()}
@@ -496,9 +479,6 @@ def largest_gradient(residue_dtype: str) -> float:
     infinite residue, and then no later step would count. Within these limits a residue cannot
     overflow: adding 2**100 to a float32 of at least 2**125, or 2**960 to a float64 of at least
     2**1014, is lost in rounding.
-
-    Args:
-        residue_dtype: "float32" or "float64".
     """
     return {"float32": 2.0**100, "float64": 2.0**960}[residue_dtype]
 

@@ -353,11 +353,7 @@ def _write(tile, chosen, value, WIDE: tl.constexpr):
 
 @triton.jit
 def _block(tile, first, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile's rows from `first` on.
-
-    Returns the rows' numbers, the index at which they begin, where the elements lie relative to it,
-    and which elements exist.
-    """
+    """The numbers of a tile's rows from `first` on, where they begin, and their elements."""
     slot, column = tl.arange(0, BLOCK), tl.arange(0, LANES)
     row = first + slot
     begin = tile.start + first * tile.stride

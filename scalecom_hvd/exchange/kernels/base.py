@@ -57,13 +57,10 @@ class TensorSlot:
 
 
 class Wire(NamedTuple):
-    """Where values are taken, and the buffers in which they travel.
-
-    Values must stay until the step counts, so what travels is a copy.
-    """
+    """Where values are taken, and what is sent. It must stay until the step counts."""
 
     offsets: torch.Tensor  # the bytes of the chosen offsets, and of the scales of integers
-    values: torch.Tensor  # what is sent, in the residues' dtype, or integers, int8
+    values: torch.Tensor  # in the residues' dtype, or integers, int8
 
 
 Taken = tuple[float, Wire]
@@ -90,27 +87,21 @@ class Kernel(Protocol):
         """
 
     def choose(self, extra: float, chosen: torch.Tensor) -> None:
-        """Chosen <- the winners of |m + g|, and the scales of what would be sent there.
-
-        Nothing else changes. extra: see `take_and_accumulate`.
-        """
+        """Chosen <- the winners of |m + g|, and scales of what would be sent. Residues stay."""
 
     def take_and_accumulate(
         self, beta: float, extra: float, wire: Wire, chosen: torch.Tensor | None = None
     ) -> Count:
         """(1) values <- v = m[I] + g[I]; m[I] <- m[I] - beta*values. (2) m <- m + beta*g.
 
-        With `levels`, v is rounded to integers times scales.
+        With `levels`, v is rounded to integers times scales. Returns how many elements of g are
+        bad, and how many values are not finite, which are sent as zero.
 
         Args:
-            beta: the beta of the low-pass filter.
+            beta: of the low-pass filter.
             extra: v is larger by `extra` times m, if m and g do not have opposite signs.
             wire: where values are taken from, and where they go.
             chosen: then takes what `choose` gives, with m as it is afterwards. None: nothing.
-
-        Returns:
-            How many elements of g are bad, and how many values are not finite, which are sent as
-            zero.
         """
 
     def scatter(
@@ -147,8 +138,7 @@ def scale_blocks_(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def scale_numbers(counts: Sequence[int]) -> torch.Tensor:
     """(sum of counts,) int32, on the CPU: the index of each value's scale among all scales.
 
-    Args:
-        counts: the k of each tensor. The tensors' scales lie one after the other.
+    counts: the k of each tensor. The tensors' scales lie one after the other.
     """
     lengths = [min(BLOCK, k - first) for k in counts for first in range(0, k, BLOCK)]
     numbers = torch.arange(len(lengths), dtype=torch.int32, device="cpu")

@@ -79,9 +79,8 @@ class Method:
                 f"a quantiser means nothing to {name}: leave it out, or use ScaleCom, LocalTopK or "
                 "RandomK. In a method of your own, name it in `uses`"
             )
-        config = config if config is not None else ScaleComConfig.from_env()
+        config = (config or ScaleComConfig.from_env()).replace(**fields)
         self.quantiser = quantiser_of(quantiser)
-        config = config.replace(**fields)
         # Settings that depend on whether every step averages gradients; see `settle`.
         self._open = [name for name in ("beta", "nu") if getattr(config, name) is None]
         self.run = Run(self, self._resolved(config))

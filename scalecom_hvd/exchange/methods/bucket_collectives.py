@@ -54,20 +54,15 @@ class BucketCollectives:
         return self.leader(later) == self.position
 
     def broadcast(self, offsets: torch.Tensor, root: int) -> Wait[torch.Tensor]:
-        """Send offsets, or anything else, from the rank at position `root` to all, in place.
+        """Send a tensor of the rank at position `root` into those of all others, which are alike.
 
-        The other ranks pass a buffer of the same size and dtype, which is overwritten. Only one
-        broadcast can be under way, because its name is fixed.
+        Only one broadcast can be under way, because its name is fixed.
         """
         work = self._collectives.broadcast(offsets, root, self._name(f"offsets.{self.bucket}"))
         return self._wait("offsets", work, "offsets", offsets)
 
     def broadcast_choice(self, choice: torch.Tensor, root: int) -> Wait[torch.Tensor]:
-        """Send the choice of the rank at position `root` to all, in place.
-
-        A choice is offsets, and the scales of integers. The other ranks pass
-        `bucket.new_offsets()`.
-        """
+        """As `broadcast`, of offsets and the scales of integers, into `bucket.new_offsets()`."""
         message = self._bucket.choices.pack(choice)
         work = self._collectives.broadcast(message, root, self._name(f"offsets.{self.bucket}"))
         if message is not choice:
@@ -75,20 +70,15 @@ class BucketCollectives:
         return self._wait("offsets", work, "offsets", message)
 
     def average(self, values: torch.Tensor, name: str = "values") -> Wait[torch.Tensor]:
-        """Average values over ranks, in place. If the optimizer asks for sums, sum them.
+        """Average values (float32 or float64) over ranks, in place, or sum them if it is asked for.
 
-        Args:
-            values: float32 or float64, which need not be kept.
-            name: a name that no other collective of this step has.
+        name: one that no other collective of this step has.
         """
         work = self._collectives.all_reduce(values, self._name(f"{name}.{self.bucket}"))
         return self._wait(name, work, "values", values)
 
     def average_taken(self) -> Wait[torch.Tensor]:
-        """Average a copy of `bucket.taken`. Tensors sent whole travel behind it.
-
-        Pass the result to `bucket.receive`.
-        """
+        """Average a copy of `bucket.taken`, with the tensors sent whole, for `bucket.receive`."""
         bucket = self._bucket
         buffer, *flags = bucket.fill()
         work = self._collectives.all_reduce(buffer, self._name(f"{bucket.kind}.{self.bucket}"))

@@ -17,14 +17,7 @@ from scalecom_hvd.exchange.methods.base import BucketCollectives, BucketStep, Me
 def checked_step(
     method: Method, bucket: BucketStep, collectives: BucketCollectives, state: State
 ) -> Step[State | None]:
-    """The method's step, or its whole_step, for one bucket.
-
-    Raises:
-        TypeError: the step is no generator, or returns something other than a State or None.
-        RuntimeError: the step gave the bucket no average, did not wait for a collective, or changed
-            its state in place.
-        ValueError: the step returned a state of another kind than it was given.
-    """
+    """The method's step, or its whole_step, for one bucket. The errors say what is wrong."""
     make = method.whole_step if bucket.whole else method.step
     name = f"{type(method).__name__}.{make.__name__}"
     steps: Any = make(bucket, collectives, state)
