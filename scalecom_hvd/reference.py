@@ -219,13 +219,10 @@ class ScaleComReference:
 
 
 def select(accumulator: Array, lanes: Lanes, selection: str) -> Indices:
-    """The flat indices (k,) of the chosen elements of a flat array, first of equals.
+    """The flat indices (k,) of the chosen elements of a flat array (numel,), first of equals.
 
-    Args:
-        accumulator: (numel,).
-        lanes: its geometry.
-        selection: "lanes": the largest magnitude of each lane, lane by lane. "exact": the k largest
-            of all, in ascending order.
+    selection: "lanes": the largest magnitude of each lane, lane by lane. "exact": the k largest of
+    all, in ascending order.
     """
     if selection == "exact":
         return largest(accumulator, lanes.k)
@@ -251,11 +248,7 @@ def scales(v: Array, levels: int) -> Array:
     """Each value's scale (k,), equal within a block: a part of the mean magnitude in the block.
 
     A scale is a float32 with 8 significant bits, so its product with any integer that occurs is not
-    rounded. Zero stands for a scale that is too small to divide by.
-
-    Args:
-        v: the leader's values (k,).
-        levels: L.
+    rounded. Zero stands for a scale that is too small to divide by. v are the leader's values (k,).
     """
     each = []
     for begin in range(0, v.size, BLOCK):

@@ -124,12 +124,9 @@ class HorovodWork:
 
 
 class HorovodCollectives:
-    """Horovod's collectives on a process set. See `Collectives`.
+    """Horovod's collectives on a process set, by default that of all ranks. See `Collectives`.
 
-    Args:
-        process_set: default: all ranks.
-        op: hvd.Average or hvd.Sum, which `all_reduce` computes.
-        predivide: the gradient_predivide_factor of Horovod's DistributedOptimizer.
+    op, predivide: `op` (Average or Sum) and gradient_predivide_factor of its DistributedOptimizer.
     """
 
     numbers = NUMBERS

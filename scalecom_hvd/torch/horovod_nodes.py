@@ -16,8 +16,7 @@ from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
 def peers_and_node(nodes: bool | int) -> tuple[HorovodCollectives, Node, ProcessSet]:
     """This rank's peers, and the ranks of its node, also as a process set. All ranks call this.
 
-    Args:
-        nodes: True: each host is a node. A number: that many nodes, of consecutive ranks.
+    nodes: True: each host is a node. A number: that many nodes, of consecutive ranks.
 
     Raises:
         ValueError: ranks do not fill two or more nodes of equal size, or Horovod was started

@@ -51,16 +51,10 @@ class News(NewGradients):
         return fresh or bool(work.wait())
 
     def signal(self, changed: bool, agreed: bool) -> tuple[bool, bool]:
-        """Tell all ranks how this one stands, before gradients are averaged, and wait for all.
+        """Whether some rank's gradients were changed on their way, and whether all ranks agree.
 
-        A rank that gave up its step calls it too: that is how the others learn of it.
-
-        Args:
-            changed: whether gradients were changed while they were being averaged.
-            agreed: whether this rank still holds to what ranks agreed on.
-
-        Returns:
-            Whether some rank's gradients were changed, and whether all ranks still agree.
+        All wait for each other here, also those that gave up their step: so the others learn of it.
+        agreed: whether this rank still holds to what ranks agreed on.
         """
         work = self._share(float(changed) + (0 if agreed else _ANEW), "agreement.signal")
         self._signalled = True

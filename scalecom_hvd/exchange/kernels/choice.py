@@ -20,11 +20,9 @@ log = logging.getLogger("scalecom_hvd")
 def kernel_for(
     device: torch.device, grad_dtype: torch.dtype, residue_dtype: torch.dtype, geometry: Lanes
 ) -> type[Kernel]:
-    """The fastest kernel for such tensors.
+    """The fastest kernel for such tensors. Only plain torch can choose other than by lanes.
 
-    SCALECOM_KERNEL=torch asks for plain torch. With =native, a missing library is an error. With
-    =triton, it is an error if Triton cannot be used. Only plain torch can choose other than by
-    lanes.
+    SCALECOM_KERNEL asks for one of them, and it is an error if that cannot be used.
     """
     asked = _asked()
     same_width = (residue_dtype == torch.float64) == (grad_dtype == torch.float64)

@@ -55,14 +55,7 @@ class Clipping:
     This guards against workers that go astray, as in SparseLoCo's deployment (Sarfi et al., 2025,
     arXiv 2508.15706). What is cut off is lost, as in gradient clipping.
 
-    Args:
-        times: the largest norm, as a multiple of the median. None: changes stay as they are.
-
-    Attributes:
-        clipped: how many of this rank's changes were clipped.
-
-    Raises:
-        TypeError, ValueError: `times` is not a number above 0.
+    `clipped` counts this rank's changes that were. If `times` is None, all stay as they are.
     """
 
     def __init__(self, times: float | None) -> None:

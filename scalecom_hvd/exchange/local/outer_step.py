@@ -25,11 +25,7 @@ Group = dict[str, Any]
 
 
 class OuterStep:
-    """The common parameters, and the outer optimizer that steps them.
-
-    Args:
-        parameters: {name: parameter}. The common parameters begin with the same values.
-        make: a function that makes the optimizer. None: averages are subtracted.
+    """The common parameters, and the outer optimizer that steps them, made by `make` if given.
 
     Attributes:
         common: {name: x}, float32 or float64, because half precision would round away parts of

@@ -23,10 +23,7 @@ _alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
 
 
 def register(local: LocalSteps, travels: bool) -> None:
-    """Remember local steps as long as they live.
-
-    travels: whether their averages travel while steps go on.
-    """
+    """Remember local steps as long as they live. travels: whether averages do while steps go on."""
     _alive.add(local)
     if travels:
         # A script may end while averages travel. The rank that ends first shuts Horovod down, and
@@ -62,11 +59,7 @@ def rounds_of(params: dict[str, object] | list[object]) -> list[LocalSteps]:
 
 
 def collect_all(addresses: set[int] | None = None) -> None:
-    """Wait for averages that travel.
-
-    addresses: the addresses of the parameters that the averages are for. None: wait for the
-    averages of all parameters that are or were there.
-    """
+    """Wait for averages that travel to the parameters at these addresses. None: for all."""
     for local in list(_alive):
         # At a script's end, the ranks of a node may wait for one that ends with an error.
         if local.node is None if addresses is None else local.worker.has_any_at(addresses):

@@ -24,8 +24,8 @@ class Worker(Mapping[str, torch.Tensor]):
     """{name: what this rank averages of a parameter}, which is in the parameter's memory.
 
     Args:
-        parameters: {name: parameter} of all that are trained, in the model's order. In a node, all
-            are sharded (DTensors) or none is.
+        parameters: {name: parameter} of all that are trained. In a node, all are sharded (DTensors)
+            or none is.
         node: the ranks of this rank's node. None: this rank is a worker by itself.
 
     Attributes:

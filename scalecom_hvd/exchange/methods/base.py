@@ -43,7 +43,7 @@ class Method:
         diagnostics: a number of steps, or Diagnostics. Once every so many steps, ranks measure how
             alike workers are, and how good the choice is.
         quantiser: what rounds the sent values: None, or one of quantisers.py.
-        **fields: any fields of ScaleComConfig. They override `config`.
+        **fields: those fields of ScaleComConfig that the method uses. They override `config`.
 
     Attributes:
         quasi_hyperbolic: mixes the optimizer's momentum. None: no optimizer is served yet.
@@ -132,9 +132,7 @@ class Method:
     def init(self, tensor: CompressedTensor) -> dict[str, torch.Tensor]:
         """The state of a tensor at the start, {what: tensor}. Shapes stay the same later on.
 
-        Args:
-            tensor: has the residue m (N,) as tensor.residue, its lanes as tensor.geometry, and its
-                name as tensor.name.
+        `tensor` has the residue m (N,) as tensor.residue, and its lanes as tensor.geometry.
         """
         return {}
 
@@ -174,9 +172,8 @@ class Method:
     def settle(self, every_step: bool) -> None:
         """Settle what the settings leave open.
 
-        Args:
-            every_step: whether every step of the optimizer averages gradients. Only then is its
-                momentum made quasi-hyperbolic.
+        every_step: whether every step of the optimizer averages gradients. Only then is its
+        momentum made quasi-hyperbolic.
         """
         if self.run.averager is not None:
             raise RuntimeError("settle() comes before the method serves an exchange")
@@ -186,11 +183,7 @@ class Method:
     def mix_momentum(
         self, parameters: Mapping[str, torch.Tensor], collectives: Collectives, **how: bool
     ) -> None:
-        """Make the momentum of these parameters quasi-hyperbolic, whichever optimizer steps them.
-
-        Faces call this, once the method serves an optimizer. For the arguments, see
-        QuasiHyperbolic.
-        """
+        """Faces call this, once the method serves an optimizer. See QuasiHyperbolic."""
         self.quasi_hyperbolic = QuasiHyperbolic(parameters, self.residues, collectives, **how)
 
     def _resolved(self, config: ScaleComConfig, every_step: bool = False) -> ScaleComConfig:

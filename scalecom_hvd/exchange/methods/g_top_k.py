@@ -20,10 +20,7 @@ class GTopK(Method):
     the traffic is (n-1) k indices and values. Second, in the paper a rank keeps what a merge drops
     only if no other rank's value of that element gets through. Here the rank always keeps it, so
     nothing is lost.
-
-    Args:
-        **fields: fields of ScaleComConfig, without leader, lookahead, bits and
-            selection (always exact): a value other than the default is refused.
+    The choice is always exact. For the arguments, see `Method`.
     """
 
     uses = ()

@@ -12,10 +12,7 @@ class GlobalTopK(Method):
     The average is over ranks. This is an oracle for studies, not for use. To find the elements, all
     accumulators are averaged whole, which is dense traffic: 2(n-1)/n of 4N bytes. `rate` says how
     much of the average is then used.
-
-    Args:
-        **fields: fields of ScaleComConfig, without leader, lookahead, bits and
-            selection (always exact): a value other than the default is refused.
+    The choice is always exact. For the arguments, see `Method`.
     """
 
     uses = ()

@@ -31,8 +31,7 @@ class LocalTopK(Method):
             "contributors", which sent a value other than zero for it. With "contributors", an
             element that one rank chose moves n times as far, so what is sent and kept no longer
             adds up to what came in.
-        **fields: fields of ScaleComConfig, without leader, lookahead and bits: a value
-            other than the default is refused.
+        **fields: see `Method`.
 
     Raises:
         ValueError, TypeError: a setting cannot work.

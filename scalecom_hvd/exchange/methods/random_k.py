@@ -30,8 +30,7 @@ class RandomK(Method):
         shared: whether all ranks use the same indices. False: each rank has others, which all ranks
             can draw, and values are gathered.
         quantiser: what rounds the values: None, or one of quantisers.py.
-        **fields: fields of ScaleComConfig, without leader, lookahead and bits: a value
-            other than the default is refused.
+        **fields: see `Method`.
     """
 
     uses = ("quantiser", "selection")

@@ -78,10 +78,6 @@ class ScaleCom(Method):
     def as_published(cls, rate: float = 100, beta: float = 0.1, **settings: Any) -> ScaleCom:
         """The paper's own algorithm: values of 32 bits, its filter, and the optimizer as it is.
 
-        Args:
-            rate, beta: see ScaleComConfig.
-            settings: what the class takes besides.
-
         Example:
             >>> ScaleCom.as_published(rate=400)
         """
