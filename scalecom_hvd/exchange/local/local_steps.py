@@ -49,7 +49,6 @@ from scalecom_hvd.exchange.local.changes import (
     cut_into_fragments,
 )
 from scalecom_hvd.exchange.local.outer_step import Outer, OuterStep
-from scalecom_hvd.exchange.local.own_parameters import OwnParameters
 from scalecom_hvd.exchange.local.rounds_agreement import (
     Told,
     check_not_overwritten,
@@ -59,7 +58,7 @@ from scalecom_hvd.exchange.local.rounds_agreement import (
     warn_of_same_steps,
 )
 from scalecom_hvd.exchange.local.rounds_alive import collect_all, register
-from scalecom_hvd.exchange.local.worker import Worker
+from scalecom_hvd.exchange.local.worker import OwnParameters, Worker
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.new_gradients import digest
 from scalecom_hvd.exchange.node import Node
