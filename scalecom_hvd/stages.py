@@ -38,14 +38,8 @@ class Stage(NamedTuple):
 LADDER = (
     Stage(1, 32),
     Stage(1, 8),
-    Stage(1, 4),
-    Stage(2, 4),
-    Stage(4, 4),
-    Stage(8, 4),
-    Stage(16, 3),
-    Stage(32, 3),
-    Stage(64, 3),
-    Stage(128, 3),
+    *(Stage(rate, 4) for rate in (1, 2, 4, 8)),
+    *(Stage(rate, 3) for rate in (16, 32, 64, 128)),
 )
 """The rungs of rate="auto", from dense to sparse."""
 WHOLE, START = 0, 5

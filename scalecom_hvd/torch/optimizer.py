@@ -24,19 +24,8 @@ from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.compression import Compression, Compressor
 
 from scalecom_hvd.agreement import check_arguments, check_operation
+from scalecom_hvd.exchange import faces
 from scalecom_hvd.exchange.collectives import Collectives
-from scalecom_hvd.exchange.faces import (
-    check_left_out,
-    check_parameters,
-    check_steps,
-    common_parameters,
-    is_method,
-    local_members,
-    method_of,
-    names_of_groups,
-    trained_parameters,
-    zero_state,
-)
 from scalecom_hvd.exchange.local.local_steps import LocalSteps
 from scalecom_hvd.exchange.local.outer_step import Outer
 from scalecom_hvd.exchange.local.recipes import everything_whole
@@ -133,22 +122,16 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         >>> torch.save(optimizer.compression.state_dict(), f"residues.{hvd.rank()}.pt")
     """
     check_arguments(optimizer, "param_groups", "PyTorch", compression)
-    check_steps(backward_passes_per_step, local_steps, outer, overlap, fragments, clip_changes)
+    faces.check_steps(
+        backward_passes_per_step, local_steps, outer, overlap, fragments, clip_changes
+    )
+    averaging = backward_passes_per_step, op, gradient_predivide_factor
     if local_steps is not None:
         compression = _with_local_steps(compression)
-    if not is_method(compression):
-        return horovod_optimizer.DistributedOptimizer(
-            optimizer,
-            named_parameters,
-            compression,
-            backward_passes_per_step,
-            op,
-            gradient_predivide_factor,
-            num_groups,
-            groups,
-            sparse_as_dense,
-            process_set,
-        )
+    if not faces.is_method(compression):
+        rest = num_groups, groups, sparse_as_dense, process_set
+        make = horovod_optimizer.DistributedOptimizer
+        return make(optimizer, named_parameters, compression, *averaging, *rest)
 
     check_operation(op, gradient_predivide_factor, horovod)
     is_everyone = process_set is horovod.global_process_set
@@ -162,7 +145,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             (overlap != 0, "overlap", "Horovod would end while averages travel"),
             (collectives is not None, "collectives", "nodes are Horovod's process sets"),
         )
-        check_left_out("nodes=", settings)
+        faces.check_left_out("nodes=", settings)
     is_own_transport = collectives is not None and collectives.size > 1
     if collectives is None:
         collectives = HorovodCollectives(process_set, op, gradient_predivide_factor)
@@ -175,14 +158,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
 
-    compression = method = method_of(compression, local_steps)
+    compression = method = faces.method_of(compression, local_steps)
     if named_parameters is not None:
         named_parameters = list(named_parameters)
-    parameters = trained_parameters(optimizer, named_parameters)
+    parameters = faces.trained_parameters(optimizer, named_parameters)
     node = None
     if nodes is not False:
         collectives, node, inside = peers_and_node(nodes)
-    named_groups = names_of_groups(groups, parameters)
+    named_groups = faces.names_of_groups(groups, parameters)
     if local_steps is None:
         gradients = OptimizerGradients(
             parameters,
@@ -202,13 +185,13 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             collectives,
             Schedule(local_steps, fragments),
             named_groups,
-            start_anew=lambda: zero_state(this()),
+            start_anew=lambda: faces.zero_state(this()),
             outer=outer,
             overlap=overlap,
             clip_changes=clip_changes,
             node=node,
         )
-        members = _members(None) | local_members(local, type(optimizer), parameters.values())
+        members = _members(None) | faces.local_members(local, type(optimizer), parameters.values())
         if node is not None:
             members = _averaging_in_node(members, method)
             compression, process_set = Compression.none, inside
@@ -220,9 +203,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             optimizer.param_groups,
             named_parameters,
             compression,
-            backward_passes_per_step,
-            op,
-            gradient_predivide_factor,
+            *averaging,
             # The exchange's buckets serve as groups. Horovod's own grouping would need real
             # handles, but the exchange gives results.
             None,
@@ -250,7 +231,7 @@ def broadcast_parameters(params: dict[str, Any] | list[Any], root_rank: int) -> 
         params: a state_dict, or a list of (name, tensor) or of tensors.
         root_rank: the rank whose parameters are sent.
     """
-    with common_parameters(params):
+    with faces.common_parameters(params):
         functions.broadcast_parameters(params, root_rank)
 
 
@@ -279,7 +260,7 @@ def _grouped_allreduce_grad_async(self: Any, ps: Sequence[torch.Tensor]) -> None
 def _synchronize(self: Any) -> None:
     """Do what Horovod's method does, unless no rank has gradients that are not exchanged yet."""
     if self._requires_update:
-        check_parameters(self.param_groups, self._gradients.trained, "average")
+        faces.check_parameters(self.param_groups, self._gradients.trained, "average")
     try:
         # No hooks means: there is only one rank, or this rank is not in the process set.
         if not self._requires_update or self._gradients.must_exchange(fresh=bool(self._handles)):
@@ -355,7 +336,7 @@ def _with_local_steps(compression: _Compression) -> Method | type[Method]:
     """The method that local steps send changes through."""
     if compression is Compression.none:
         return everything_whole()
-    if is_method(compression):
+    if faces.is_method(compression):
         return compression
     raise ValueError(
         "local_steps send changes of parameters through ScaleCom, another method with error "

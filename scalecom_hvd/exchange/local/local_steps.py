@@ -42,21 +42,9 @@ from scalecom_hvd.exchange.collectives import Collectives, gather_objects
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.face import Options
 from scalecom_hvd.exchange.gradients import NotFinite, limit_of
-from scalecom_hvd.exchange.local.changes import (
-    Clipping,
-    Journey,
-    check_config,
-    cut_into_fragments,
-)
+from scalecom_hvd.exchange.local import rounds_agreement
+from scalecom_hvd.exchange.local.changes import Clipping, Journey, check_config, cut_into_fragments
 from scalecom_hvd.exchange.local.outer_step import Outer, OuterStep
-from scalecom_hvd.exchange.local.rounds_agreement import (
-    Told,
-    check_not_overwritten,
-    check_same_start,
-    check_same_steps,
-    latest_ranks,
-    warn_of_same_steps,
-)
 from scalecom_hvd.exchange.local.rounds_alive import collect_all, register
 from scalecom_hvd.exchange.local.worker import OwnParameters, Worker
 from scalecom_hvd.exchange.methods.base import Method
@@ -224,7 +212,7 @@ class LocalSteps(Averager):
         self.own.let_go()
         mine = {"taken": self.taken, "outer_groups": self._outer.groups()}
         everyone = gather_objects(self.collectives, mine, "local_steps.synchronise")
-        check_same_steps(everyone)
+        rounds_agreement.check_same_steps(everyone)
         if self._journey is not None:
             self._arrive()
         if not self._open:
@@ -308,7 +296,8 @@ class LocalSteps(Averager):
         pairs = [(self.common[n].to(p.dtype), p) for n, p in self.worker.items()]
         moved = any(not torch.equal(x, parameter) for x, parameter in pairs)
         mine = {"moved": moved, "own": digest(self.worker.values())}
-        warn_of_same_steps(gather_objects(self.collectives, mine, "local_steps.first"))
+        everyone = gather_objects(self.collectives, mine, "local_steps.first")
+        rounds_agreement.warn_of_same_steps(everyone)
 
     @property
     def travels(self) -> bool:  # type: ignore[override]
@@ -419,10 +408,10 @@ class LocalSteps(Averager):
         }
         everyone = gather_objects(self.collectives, mine, FIRST_MEETING)
         compare_ranks(everyone, ("settings",))
-        check_not_overwritten(everyone)
+        rounds_agreement.check_not_overwritten(everyone)
         if self.node is not None:
-            check_same_steps(everyone)
-        known, latest = latest_ranks(everyone)
+            rounds_agreement.check_same_steps(everyone)
+        known, latest = rounds_agreement.latest_ranks(everyone)
         if early and not known:
             return
         if len({other["since"] for other in everyone}) > 1:
@@ -442,7 +431,7 @@ class LocalSteps(Averager):
             self._agree(early)
             return
         compared = [everyone[rank] for rank in known] or everyone
-        check_same_start(compared)
+        rounds_agreement.check_same_start(compared)
         if known:
             self._outer.take_groups(compared[0]["outer_groups"])
         if len({other["parameters"] for other in everyone}) > 1:
@@ -453,7 +442,7 @@ class LocalSteps(Averager):
             self.taken, self._early = latest, compared[0]["early"]
         self._open = any(other["open"] for other in compared)
 
-    def _send_common(self, root: int, described: Told, keeps: bool) -> None:
+    def _send_common(self, root: int, described: rounds_agreement.Told, keeps: bool) -> None:
         """Give all ranks the common parameters, and outer state, of the rank at position `root`.
 
         Unless it `keeps` its own parameters, this rank begins from the common ones.
