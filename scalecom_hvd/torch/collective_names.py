@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from scalecom_hvd.torch.horovod_collectives import Restarts
+from scalecom_hvd.torch.horovod_collectives import restarts
 
 _OPERATIONS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
 _PREFIXES = ("", "grouped_")
@@ -33,11 +33,11 @@ _ENDINGS = ("", "_", "_async", "_async_")
 
 def named_collectives() -> dict[str, Callable[..., Any]]:
     """{function name: a function that names its calls} of all collectives of horovod.torch."""
-    restarts, counts = Restarts(), collections.Counter[tuple[str, int]]()
+    is_restarted, counts = restarts(), collections.Counter[tuple[str, int]]()
 
     def number(*what: Any) -> int:
         """The number of a call, by name and process set, since Horovod started."""
-        if restarts.noticed():
+        if is_restarted():
             counts.clear()
         counts[what] += 1
         return counts[what] - 1

@@ -48,21 +48,21 @@ def exchanges_alive() -> bool:
     return any(collectives.size > 1 for collectives in _alive)
 
 
-class Restarts:
-    """Tells whether Horovod was shut down and started again, as in elastic runs.
+def restarts() -> Callable[[], bool]:
+    """A function that tells whether Horovod was restarted since its last call, as in elastic runs.
 
     After a restart the ranks may be others, and handles from before it are gone. A second
     `hvd.init()` without a shutdown looks like a restart, so either all ranks must call it or none.
     """
+    started = mpi_ops._handle_map
 
-    def __init__(self) -> None:
-        self._started = mpi_ops._handle_map
-
-    def noticed(self) -> bool:
-        """Whether Horovod was restarted since the last call of this method."""
+    def noticed() -> bool:
+        nonlocal started
         # Every init() makes a new handle map (0.28.1, mpi_ops.py:71).
-        before, self._started = self._started, mpi_ops._handle_map
-        return self._started is not before
+        before, started = started, mpi_ops._handle_map
+        return started is not before
+
+    return noticed
 
 
 def where_it_ends(read: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -131,6 +131,7 @@ class HorovodCollectives:
 
     numbers = NUMBERS
     is_ordered = False
+    restarts = staticmethod(restarts)
 
     def __init__(
         self,
@@ -145,10 +146,6 @@ class HorovodCollectives:
         self.spins = True
         self._size = 0
         _alive.add(self)
-
-    def restarts(self) -> Callable[[], bool]:
-        """A function that tells whether Horovod was restarted since its last call."""
-        return Restarts().noticed
 
     @property
     def elastic(self) -> bool:

@@ -12,7 +12,7 @@ import scalecom_hvd.torch as hvd
 from scalecom_hvd.ddp import ScaleComState
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.missing import TORCHS_ALONE
-from scalecom_hvd.torch.horovod_collectives import Restarts
+from scalecom_hvd.torch.horovod_collectives import restarts
 
 
 def test_it_is_horovod_torch_and_more():
@@ -164,10 +164,10 @@ def test_another_init_is_noticed_once():
     Here there is no shutdown, because one process with MPI does not survive it.
     """
     hvd.init()
-    restarts = Restarts()
-    assert not restarts.noticed()
+    is_restarted = restarts()
+    assert not is_restarted()
     hvd.init()
-    assert [restarts.noticed(), restarts.noticed()] == [True, False]
+    assert [is_restarted(), is_restarted()] == [True, False]
 
 
 def test_what_is_no_optimizer_or_no_compression_is_refused_by_one_process_too():
