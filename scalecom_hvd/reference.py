@@ -55,7 +55,7 @@ class ScaleComReference:
 
     Attributes:
         residues: m, one {name: array shaped like the tensor} per worker.
-        step_number: t, the number of steps taken.
+        step_number: t.
         selections: I, {name: flat indices (k,)} of the last step's compressed tensors.
         rates: {name: own rate}; see config.own_rates_for.
         rung: the rung of rate="auto" (stages.py), which `take_rung` changes.
@@ -92,8 +92,7 @@ class ScaleComReference:
         """Take one step.
 
         Args:
-            grads: every worker's {name: gradient}. A tensor that all workers leave out sends
-                nothing, and its residues stay.
+            grads: every worker's {name: gradient}. Residues of what all leave out stay.
 
         Returns:
             g, {name: average}, with the gradients' shapes and dtypes. If any element of any worker

@@ -39,8 +39,7 @@ class Schedule:
         fragments: P.
 
     Raises:
-        TypeError: local_steps, or a number in it, or fragments has another type.
-        ValueError: a number is less than one step, or something is missing.
+        TypeError, ValueError: a number has another type, or is too small, or is missing.
     """
 
     def __init__(self, local_steps: int | Mapping[int, int], fragments: int = 1) -> None:

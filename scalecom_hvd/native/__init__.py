@@ -40,13 +40,11 @@ REFUSED = -1  # called OFFSETS_OUTSIDE in lanes.h
 
 # One compressed tensor as lanes.c reads it (`tensor` in lanes.h says what the fields are). An array
 # of these goes into every call.
-_LONG_FIELDS = (
-    *("grad", "residue", "numel", "k", "width", "rows"),
-    *("offsets_at", "values_at", "scales_at"),
-)
-_INT_FIELDS = ("dtype", "offset_width", "frozen", "levels")
+_LONG_FIELDS = "grad residue numel k width rows offsets_at values_at scales_at"
+_INT_FIELDS = "dtype offset_width frozen levels"
 TENSOR = np.dtype(
-    [(name, np.int64) for name in _LONG_FIELDS] + [(name, np.int32) for name in _INT_FIELDS]
+    [(name, np.int64) for name in _LONG_FIELDS.split()]
+    + [(name, np.int32) for name in _INT_FIELDS.split()]
 )
 
 _POINTER, _LONG, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double

@@ -197,14 +197,11 @@ class LocalSteps(Averager):
 
     @torch.inference_mode(False)  # scripts call it when they evaluate
     def synchronise(self) -> None:
-        """Synchronise now, whatever the schedule says.
-
-        All ranks must call it after the same step. The schedule goes on as before.
+        """Synchronise now. All ranks must call it after the same step. The schedule stays.
 
         Raises:
-            RuntimeError: on all ranks, if parameters are not finite and so cannot be made the same,
-                if ranks took different numbers of steps, or if their outer optimizers step
-                differently.
+            RuntimeError: on all ranks, if parameters are not finite, if ranks took different
+                numbers of steps, or if their outer optimizers step differently.
         """
         if not self.active:
             return
@@ -354,7 +351,7 @@ class LocalSteps(Averager):
         return True
 
     def _go_back(self) -> None:
-        """Some worker's change was not finite. If it was this worker's, go back to x.
+        """Go back to x if it was this worker's change that was not finite.
 
         Nothing was averaged. The others keep their changes, and send them the next time.
         """
@@ -382,12 +379,9 @@ class LocalSteps(Averager):
 
     @torch.no_grad()
     def _agree(self, early: bool = False) -> None:
-        """Compare all ranks' schedules, steps and common parameters.
+        """Compare all ranks' schedules, steps and x. Newcomers take over steps and x of the others.
 
-        Newcomers take over the steps and common parameters of the ranks that were there before.
-
-        early: whether ranks may still differ if all of them are new, because the first step does
-        not follow at once.
+        early: whether ranks may still differ if all are new: the first step does not follow yet.
         """
         self._notice_restart()
         self.collect()

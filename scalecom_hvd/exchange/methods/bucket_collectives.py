@@ -19,8 +19,7 @@ class BucketCollectives:
     collectives in the same order.
 
     Attributes:
-        bucket: the bucket's number.
-        step: the step's number.
+        bucket, step: the numbers of both.
         size, position: the number of ranks, and this rank's position among them.
         share: what a sum over ranks is multiplied by: 1 / size, or 1 for sums. `average` does this.
             A method that adds up gathered values must do it itself.
@@ -37,8 +36,7 @@ class BucketCollectives:
         submitted: dict[str, int],
     ) -> None:
         self._collectives, self._name, self._submitted = collectives, name, submitted
-        self._bucket, self.step = bucket, step
-        self._leader_at = leader_at
+        self._bucket, self.step, self._leader_at = bucket, step, leader_at
         self.waits: list[Wait[Any]] = []
         self.sent_values = False
         self.bucket = bucket.number
