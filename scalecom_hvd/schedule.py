@@ -55,7 +55,12 @@ class Schedule:
             )
         if 0 not in given:
             raise ValueError(f"{_FORMS}: {dict(given)!r} has no number for step 0")
-        self._changes = [(step, _steps(given[step])) for step in sorted(given)]
+        for steps in given.values():
+            if not _is_whole(steps):
+                raise TypeError(f"{_FORMS}, not {steps!r}")
+            if steps < 1:
+                raise ValueError(f"{_FORMS}: {steps} is less than one step")
+        self._changes = sorted(given.items())
 
     def check_overlap(self, overlap: int) -> None:
         """Raise TypeError or ValueError unless so many steps may be taken while averages travel."""
@@ -104,11 +109,3 @@ class Schedule:
 
 def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _steps(value: object) -> int:
-    if not _is_whole(value):
-        raise TypeError(f"{_FORMS}, not {value!r}")
-    if value < 1:
-        raise ValueError(f"{_FORMS}: {value} is less than one step")
-    return value

@@ -54,13 +54,11 @@ class NativeKernel:
     def scatter(
         self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, averages: torch.Tensor
     ) -> None:
-        grads = self._table["grad"].copy()
-        self._table["grad"] = [output.data_ptr() for output in outputs]
+        table = self._table.copy()
+        table["grad"] = [output.data_ptr() for output in outputs]
         arguments = 1 / self._scale, offsets.data_ptr(), averages.data_ptr()
-        try:
-            native.checked(self._library.scalecom_scatter(*self._tensors, *arguments))
-        finally:
-            self._table["grad"] = grads
+        scatter = self._library.scalecom_scatter
+        native.checked(scatter(table.ctypes.data, len(table), *arguments))
 
     def roll_back(self, keep_gradients: bool = False, spared: Sequence[bool] = ()) -> None:
         if self._taken is not None:
