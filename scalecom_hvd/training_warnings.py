@@ -41,6 +41,34 @@ GROWTH_WARNING = (
     "that are sent are mostly old. Send more (with a lower rate or more warmup_steps), or lower "
     "the learning rate or beta"
 )
+_BETA_IS_LARGE = (
+    "look-ahead with beta=%g breaks training without batch norm: leave beta at its default, or "
+    "give beta=0.1"
+)
+_SENT_WHOLE = (
+    "%.0f %% of the model's elements are sent uncompressed, most of them in %s, so at least this "
+    "share of dense training's traffic remains. To compress these tensors too, leave them out of "
+    "dense= and of rates=, or lower min_numel"
+)
+_NO_OUTPUT = (
+    "'auto:output' stands for %s, the last layer listed, not for %s. If the output layer shares "
+    "the weight of the latter, name it: '%s'. If the model has no output layer, leave "
+    "'auto:output' out"
+)
+_TOO_SHORT = (
+    "total_steps: of %d exchanges, %d are compressed at rate %g, so each element is sent %.1f "
+    "times. If it is sent fewer than about %d times, accuracy suffers. Use a rate of at most %d, "
+    "more steps, or no compression"
+)
+_SKIPPED = (
+    "step %d was skipped %d times in a row, because each time %s had a gradient that was not "
+    "finite, or beyond 2**100. Look for NaN in the data and the loss of every rank, or lower the "
+    "learning rate or the loss scale"
+)
+_IDLE = (
+    "step %d: so far, all gradients of this rank have been zero. Look at its loss and its data, "
+    "and whether the loss depends on the parameters"
+)
 
 
 def growth_limit(rates: Iterable[float], config: ScaleComConfig) -> float:
@@ -78,11 +106,7 @@ def check_run(
     check_output_layer(config, rates, shapes)
     # If nu is None in resolved settings, the optimizer's momentum is made quasi-hyperbolic.
     if config.lookahead and config.beta > LOOK_AHEAD_BETA and config.nu == 1:
-        log.warning(
-            "look-ahead with beta=%g breaks training without batch norm: leave beta at its "
-            "default, or give beta=0.1",
-            config.beta,
-        )
+        log.warning(_BETA_IS_LARGE, config.beta)
 
 
 def check_share_whole(rates: Mapping[str, float | None], numels: Mapping[str, int]) -> None:
@@ -93,15 +117,9 @@ def check_share_whole(rates: Mapping[str, float | None], numels: Mapping[str, in
     total = sum(numels.values())
     whole = {name: numel for name, numel in numels.items() if rates[name] == 1}
     share = sum(whole.values()) / max(total, 1)
-    if total < MODEL_WORTH_A_WARNING or len(whole) == len(numels) or share < WHOLE_WORTH_A_WARNING:
-        return
-    log.warning(
-        "%.0f %% of the model's elements are sent uncompressed, most of them in %s, so at least "
-        "this share of dense training's traffic remains. To compress these tensors too, leave "
-        "them out of dense= and of rates=, or lower min_numel",
-        100 * share,
-        max(whole, key=lambda name: whole[name]),
-    )
+    compresses = len(whole) < len(numels)
+    if total >= MODEL_WORTH_A_WARNING and compresses and share >= WHOLE_WORTH_A_WARNING:
+        log.warning(_SENT_WHOLE, 100 * share, max(whole, key=whole.__getitem__))
 
 
 def check_output_layer(
@@ -120,14 +138,7 @@ def check_output_layer(
     rows, columns = shapes[first]
     is_hidden = rows not in shapes[last] and all(size % columns == 0 for size in shapes[last])
     if rates[first] > rates[last] and rows > columns > FEW_INPUTS and is_hidden:
-        log.warning(
-            "'auto:output' stands for %s, the last layer listed, not for %s. If the output layer "
-            "shares the weight of the latter, name it: '%s'. If the model has no output layer, "
-            "leave 'auto:output' out",
-            last,
-            first,
-            first,
-        )
+        log.warning(_NO_OUTPUT, last, first, first)
 
 
 def check_length(total: int, warmup: int, rates: Iterable[float]) -> None:
@@ -138,22 +149,10 @@ def check_length(total: int, warmup: int, rates: Iterable[float]) -> None:
         warmup: how many of them come before the last stage.
         rates: of the last stage.
     """
-    rate = max(rates, default=1.0)
-    if rate <= 1:
-        return
-    steps = max(total - warmup, 0)
-    if steps / rate < SENDS_WANTED:
-        log.warning(
-            "total_steps: of %d exchanges, %d are compressed at rate %g, so each element is sent "
-            "%.1f times. If it is sent fewer than about %d times, accuracy suffers. Use a rate of "
-            "at most %d, more steps, or no compression",
-            total,
-            steps,
-            rate,
-            steps / rate,
-            SENDS_WANTED,
-            max(math.floor(steps / SENDS_WANTED), 1),
-        )
+    rate, steps = max(rates, default=1.0), max(total - warmup, 0)
+    if rate > 1 and steps / rate < SENDS_WANTED:
+        best = max(steps // SENDS_WANTED, 1)
+        log.warning(_TOO_SHORT, total, steps, rate, steps / rate, SENDS_WANTED, best)
 
 
 def keep_growing(residues: Sequence[Any], gradients: Sequence[Any], limit: float) -> Any:
@@ -209,14 +208,7 @@ class Health:
         """
         self._skips += 1
         if self._skips == SKIPS_IN_A_ROW:
-            log.warning(
-                "step %d was skipped %d times in a row, because each time %s had a gradient that "
-                "was not finite, or beyond 2**100. Look for NaN in the data and the loss of every "
-                "rank, or lower the learning rate or the loss scale",
-                step,
-                SKIPS_IN_A_ROW,
-                whose,
-            )
+            log.warning(_SKIPPED, step, SKIPS_IN_A_ROW, whose)
 
     def take(self) -> None:
         """Note that a step counted."""
@@ -237,11 +229,7 @@ class Health:
         """
         if is_idle and self._is_idle is False:
             self._is_idle = True
-            log.warning(
-                "step %d: so far, all gradients of this rank have been zero. Look at its loss and "
-                "its data, and whether the loss depends on the parameters",
-                step,
-            )
+            log.warning(_IDLE, step)
         elif self._is_idle is None:
             self._is_idle = False
         self.norms = [[*self.norms[0][1:], residues], [*self.norms[1][1:], gradients]]
