@@ -1,14 +1,14 @@
 """A bucket: variables whose gradients share one gather of offsets and one all-reduce.
 
 This module builds a bucket's part of a step in the graph. Narrow offsets travel two to a byte, and
-integers as fields of words, as bucket_layout.py and integers.py define it. Imports kernels,
-residues, transport and the framework-free rooms.
+integers as fields of words, as bucket_layout.py and integers.py define it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -22,9 +22,6 @@ from scalecom_hvd.tensorflow import kernels
 from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress
 from scalecom_hvd.tensorflow.transport import Transport
 
-# The graph of an elastic run has a table of what depends on the number of ranks, up to this number.
-_MOST_ELASTIC_RANKS = 1024
-
 
 class Now(NamedTuple):
     """What all buckets need to know about a step.
@@ -32,21 +29,15 @@ class Now(NamedTuple):
     Attributes:
         step: its number.
         size, position: how many ranks there are, and which of them this one is.
-        units: what a step's moves depend on besides the tensors.
+        scale: 1 / loss scale, a scalar; None for 1.
         whole: whether it is sent whole; plain False if that is known when the graph is made.
-        zero: a 0 that is computed from the step's number, so that TensorFlow cannot know it. All
-            that is sent must depend on it, for two reasons. TensorFlow does not know that Horovod's
-            operations have effects. So it runs those of constants, such as zeros for a gradient
-            that this rank lacks, only once, when it optimizes the graph. And if one function takes
-            several steps, the next must not use these names before this one is done.
     """
 
     step: tf.Tensor
     size: int | tf.Tensor
     position: int | tf.Tensor
-    units: kernels.Units
+    scale: tf.Tensor | None
     whole: bool | tf.Tensor
-    zero: tf.Tensor
 
 
 class BucketResult(NamedTuple):
@@ -67,134 +58,111 @@ class Bucket:
     one more word, and nothing is dense.
 
     Attributes:
-        number: the bucket's position among the exchange's buckets.
         names: of all its variables.
         compressed: the tensors whose offsets and values travel.
-        dense: names of the tensors that are sent whole.
-        wire_dtype: the dtype of values, before integers are packed.
-        layout: where offsets and values of the compressed tensors lie in the buffers.
+        layout: where these lie in the buffers.
     """
 
     def __init__(
         self,
         number: int,
-        names: Sequence[str],
+        names: list[str],
         variables: Mapping[str, tf.Variable],
         tensors: Mapping[str, CompressedTensor],
         progress: Progress,
         transport: Transport,
         config: ScaleComConfig,
     ) -> None:
-        self.number = number
-        self.names = list(names)
+        self._number, self.names = number, names
         self.compressed = [tensors[name] for name in names if name in tensors]
-        self.dense = [name for name in names if name not in tensors]
+        self._dense = [name for name in names if name not in tensors]
         self._elements = {name: math.prod(variables[name].shape) for name in names}
         self._progress, self._transport, self._config = progress, transport, config
-        dtype = variables[names[0]].dtype
-        self._dense_dtype = tf.float64 if dtype == tf.float64 else tf.float32
+        self._dtype = variables[names[0]].dtype
+        self._dense_dtype = tf.float64 if self._dtype == tf.float64 else tf.float32
         self._levels = config.levels if self.compressed else 0
         # If values travel as integers, nothing is dense (Exchange._kind_of).
-        self.wire_dtype = self.compressed[0].wire_dtype if self.compressed else self._dense_dtype
+        self._wire_dtype = self.compressed[0].wire_dtype if self.compressed else self._dense_dtype
         lanes = {tensor.name: tensor.lanes for tensor in self.compressed}
         self.layout = Layout(lanes, has_scales=self._levels > 0)
         self._sizes = [own.k for own in lanes.values()]
         if self.compressed:
-            device = tf.DeviceSpec.from_string(
-                self.compressed[0].residue.device or "/device:CPU:0"
-            ).device_type
-            same_width = (self.compressed[0].dtype == tf.float64) == (dtype == tf.float64)
-            kernel = kernels.kernel_for(device, config.selection, same_width)
-            self._kernel = kernel(lanes, self._levels)
+            device = tf.DeviceSpec.from_string(self.compressed[0].residue.device).device_type
+            same_width = (self.compressed[0].dtype == tf.float64) == (self._dtype == tf.float64)
+            kernel = kernels.kernel_for(device or "CPU", config.selection, same_width)
+            self._kernel = kernel(lanes, self._levels, config.beta, config.extra)
 
-    @property
-    def dense_bytes(self) -> int:
-        """The bytes that are sent for dense tensors and for the count."""
-        elements = sum(self._elements[name] for name in self.dense)
-        return elements * self._dense_dtype.size + (4 if self._levels else self.wire_dtype.size)
-
-    def values_bytes(self, size: int) -> int:
-        """The bytes that `size` ranks send in a step for the values of compressed tensors."""
+    def bytes_sent(self, size: int, whole: bool) -> tuple[int, int]:
+        """The bytes that each of `size` ranks sends in a step: of values, and of all else."""
+        if whole:
+            return 0, sum(self._elements.values()) * self._dense_dtype.size
         if self._levels:
-            return 4 * words_of(self.layout.n_values, self._levels, size)
-        return self.layout.n_values * self.wire_dtype.size
-
-    @property
-    def whole_bytes(self) -> int:
-        """The bytes that are sent in a step that is sent whole."""
-        return sum(self._elements.values()) * self._dense_dtype.size
+            return 4 * words_of(self.layout.n_values, self._levels, size), 4
+        others = sum(self._elements[name] for name in self._dense) + 1  # and the count
+        return self.layout.n_values * self._wire_dtype.size, others * self._wire_dtype.size
 
     def average(self, grads: Mapping[str, tf.Tensor], now: Now) -> BucketResult:
         """This bucket's part of a step, from gradients (flat) to averages (flat, by `names`)."""
         if now.whole is False:
             return self._average_values(grads, now)
-        return BucketResult(
-            *tf.cond(
-                now.whole,
-                lambda: self._average_whole(grads, now),
-                lambda: self._average_values(grads, now),
-            )
-        )
+        moves = self._average_whole, self._average_values
+        return BucketResult(*tf.cond(now.whole, *(partial(move, grads, now) for move in moves)))
 
     def _average_whole(self, grads: Mapping[str, tf.Tensor], now: Now) -> BucketResult:
-        flat = [tf.cast(grads[name], self._dense_dtype) for name in self.names]
-        averages = self._transport.average_each(flat, f"whole.{self.number}")
+        wide = [tf.cast(grads[name], self._dense_dtype) for name in self.names]
+        averages = self._transport.average_each(wide, f"whole.{self._number}")
         # No count is needed: if a worker's gradient is not finite, the average is not either.
-        averages = [
-            tf.cast(average, grads[name].dtype)
-            for name, average in zip(self.names, averages, strict=True)
-        ]
+        averages = [tf.cast(average, self._dtype) for average in averages]
         residues = [tensor.residue.read_value() for tensor in self.compressed]
         chosen = []
         if self._config.lookahead and self.compressed:
             # For the next step's leader, the gradient just sent is the best guess.
             own = [grads[tensor.name] for tensor in self.compressed]
-            offered = self._kernel.choose(own, residues, now.units, self._chooses(now, 1))
+            offered = self._kernel.choose(own, residues, now.scale, self._chooses(now, 1))
             chosen = self._split_choice(self._from_leader(offered))
         return BucketResult(averages, all_finite(averages), residues, chosen)
 
     def _average_values(self, grads: Mapping[str, tf.Tensor], now: Now) -> BucketResult:
         own = [grads[tensor.name] for tensor in self.compressed]
-        chosen: list[tf.Tensor] = []
-        updated: list[tf.Tensor] = []
-        parts: list[tf.Tensor] = []
-        bad = tf.constant(0, tf.int64)
+        updated, chosen, parts, bad = [], [], [], tf.constant(0, tf.int64)
         if self.compressed:
             residues = [tensor.residue.read_value() for tensor in self.compressed]
             chooses = tf.constant(False)
             if self._config.lookahead:
                 choice, chooses = self._held_choice(), self._chooses(now, 1)
             else:
-                offered = self._kernel.choose(own, residues, now.units, self._chooses(now, 0))
+                offered = self._kernel.choose(own, residues, now.scale, self._chooses(now, 0))
                 choice = self._from_leader(offered)
-            after = self._kernel.take_and_accumulate(own, residues, now.units, chooses, choice)
+            after = self._kernel.take_and_accumulate(own, residues, now.scale, chooses, choice)
             updated, values, offered, bad = list(after[0]), *after[1:]
             if self._config.lookahead:
                 chosen = self._split_choice(self._from_leader(offered))
             parts.append(tf.ensure_shape(values, [self.layout.n_values]))
-        if self.dense:
-            dense = tf.concat([tf.cast(grads[name], self.wire_dtype) for name in self.dense], 0)
+        if self._dense:
+            dense = tf.concat([tf.cast(grads[name], self._wire_dtype) for name in self._dense], 0)
             parts.append(dense)
             bad += tf.cast(~all_finite([dense]), tf.int64)
-        is_bad = bad + now.zero > 0
+        # All that is sent must depend on the step's number, for two reasons. TensorFlow does not
+        # know that Horovod's operations have effects. So it runs those of constants, such as zeros
+        # for a gradient that this rank lacks, only once, when it optimizes the graph. And if one
+        # function takes several steps, the next must not use these names before this one is done.
+        is_bad = bad + tf.minimum(now.step, 0) > 0
         if self._levels:
             values, count = self._average_integers(values, is_bad, choice, now)
             dense = []
         else:
-            parts.append(tf.cast(is_bad, self.wire_dtype)[None])
-            averaged = self._transport.average(tf.concat(parts, 0), f"values.{self.number}")
-            sizes = [self.layout.n_values, *(self._elements[name] for name in self.dense), 1]
+            parts.append(tf.cast(is_bad, self._wire_dtype)[None])
+            averaged = self._transport.average(tf.concat(parts, 0), f"values.{self._number}")
+            sizes = [self.layout.n_values, *(self._elements[name] for name in self._dense), 1]
             values, *dense, count = tf.split(averaged, sizes)
-        averages = {
-            name: tf.cast(average, grads[name].dtype)
-            for name, average in zip(self.dense, dense, strict=True)
-        }
+        narrow = [tf.cast(average, self._dtype) for average in dense]
+        averages = dict(zip(self._dense, narrow, strict=True))
         if self.compressed:
-            scattered = self._kernel.scatter(own, now.units, choice, values)
+            scattered = self._kernel.scatter(own, now.scale, choice, values)
             names = [tensor.name for tensor in self.compressed]
             averages |= dict(zip(names, scattered, strict=True))
         # The range of float16 is narrower than that of the dtype that was averaged.
-        halves = [average for average in averages.values() if average.dtype == tf.float16]
+        halves = averages.values() if self._dtype == tf.float16 else ()
         sound = all_finite([values, *dense, *halves]) & tf.equal(count[0], 0)
         return BucketResult([averages[name] for name in self.names], sound, updated, chosen)
 
@@ -205,7 +173,7 @@ class Bucket:
         k = self.layout.n_values
         packed = pack_integers(integers, k, self._levels, now.size)
         buffer = tf.concat([packed, tf.cast(is_bad, tf.int32)[None]], 0)
-        summed = self._transport.sum(buffer, f"values.{self.number}")
+        summed = self._transport.sum(buffer, f"values.{self._number}")
         sums = unpack_integers(summed[:-1], k, self._levels, now.size)
         scaled = []
         for own, part in zip(self.compressed, tf.split(sums, self._sizes), strict=True):
@@ -216,12 +184,12 @@ class Bucket:
     def _chooses(self, now: Now, later: int) -> tf.Tensor:
         """Whether this rank is the leader `later` steps from now."""
         staggered = self._config.leader == "staggered"
-        chooser = leader(now.step + later, self.number, tf.cast(now.size, tf.int64), staggered)
+        chooser = leader(now.step + later, self._number, tf.cast(now.size, tf.int64), staggered)
         return tf.equal(chooser, tf.cast(now.position, tf.int64))
 
     def _from_leader(self, offered: tf.Tensor) -> tf.Tensor:
         message = pack_choice(offered, self.layout)
-        received = self._transport.from_leader(message, f"offsets.{self.number}")
+        received = self._transport.from_leader(message, f"offsets.{self._number}")
         return unpack_choice(received, self.layout)
 
     def _held_choice(self) -> tf.Tensor:
@@ -292,8 +260,8 @@ def _field_bits(levels: int, size: int | tf.Tensor) -> int | tf.Tensor:
     """integers.field_bits for the number of ranks: a number, or a scalar if that may change."""
     if isinstance(size, int):
         return field_bits(levels, size)
-    numbers = range(_MOST_ELASTIC_RANKS + 1)
-    return tf.constant([field_bits(levels, max(n, 1)) for n in numbers], tf.int32)[size]
+    shifted = tf.bitwise.right_shift(2 * levels * size, tf.range(31))
+    return tf.math.count_nonzero(shifted, dtype=tf.int32)
 
 
 def pack_integers(integers: tf.Tensor, k: int, levels: int, size: int | tf.Tensor) -> tf.Tensor:

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import itertools
 import json
-import logging
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +34,6 @@ from scalecom_hvd.tensorflow.residues import (
     value_of,
 )
 from scalecom_hvd.tensorflow.transport import Arguments, refuse_graphs_of_tensorflow_1
-
-log = logging.getLogger("scalecom_hvd")
 
 _NEEDS_DROP_IN = (
     "ScaleCom must know which variable a gradient belongs to, but horovod.tensorflow does not say "
@@ -260,15 +257,14 @@ class ScaleCom(Tracked, Compressor):
         sparse_names = sorted(v.name for v in sparse if isinstance(v, tf.Variable))
         key = (stream, tuple(names))
         exchange = known.get(key)
-        make = functools.partial(
-            self._make_exchange, stream, dict(zip(names, variables, strict=True)), arguments
-        )
+        named = dict(zip(names, variables, strict=True))
+        make = functools.partial(self._make_exchange, stream, named, arguments, sparse_names)
         if exchange is None:
             if is_elastic() and not have_met():
                 meet(all_exchanges())
             if (agreed := take_agreement(_label(stream, names))) is not None:
                 known[key] = exchange = make()
-                exchange.join(agreed, sparse_names, given)
+                exchange.join(agreed, given)
         if (
             exchange is None
             or exchange.arguments.comparable() != arguments.comparable()
@@ -276,7 +272,7 @@ class ScaleCom(Tracked, Compressor):
         ):
             members = set() if exchange is None else exchange.members
             exchange = make()
-            exchange.agree(sorted(given | members), sparse_names, self._residues_of())
+            exchange.agree(sorted(given | members), self._residues_of())
             self._settings.note_place(_place(True))
             known[key] = exchange
         self._bound.last.update((variable.ref(), exchange) for variable in variables)
@@ -288,7 +284,11 @@ class ScaleCom(Tracked, Compressor):
         return exchange, exchange.rates[self._name_of(variable)] if exchange else 1.0
 
     def _make_exchange(
-        self, stream: int, variables: dict[str, tf.Variable], arguments: Arguments
+        self,
+        stream: int,
+        variables: dict[str, tf.Variable],
+        arguments: Arguments,
+        sparse: Sequence[str],
     ) -> Exchange:
         for name, variable in variables.items():
             if not variable.dtype.is_floating:
@@ -317,7 +317,8 @@ class ScaleCom(Tracked, Compressor):
         label = _label(stream, list(variables))
         if label not in kept.progress:
             kept.progress[label] = self._make_progress(stream, label, variables, mine)
-        return Exchange(variables, mine, rates, kept.progress[label], self.config, arguments)
+        progress = kept.progress[label]
+        return Exchange(variables, mine, rates, progress, self.config, arguments, sparse)
 
     def _residues_of(self) -> int | None:
         """The rank whose residues these are; None if that is unknown."""

@@ -18,18 +18,15 @@ In elastic runs, new ranks must learn how far the others' exchanges have come. T
 training step: a function that was traced before they came is not traced again, so no rank would
 answer. Therefore all ranks `meet` once whenever Horovod starts, before any step. A new rank keeps
 here what the others told it until it makes the exchange.
-
-Used by compressor.py, elastic.py and reduction.py. Imports bucket, residues, transport and the
-framework-free rooms.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -39,7 +36,6 @@ from scalecom_hvd.bucket_layout import group_names, split, step_stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.schedule import leader
 from scalecom_hvd.tensorflow.bucket import Bucket, Now
-from scalecom_hvd.tensorflow.kernels import Units
 from scalecom_hvd.tensorflow.residues import (
     CompressedTensor,
     Progress,
@@ -83,14 +79,15 @@ class Exchange:
 
     def __init__(
         self,
-        variables: Mapping[str, tf.Variable],
-        tensors: Mapping[str, CompressedTensor],
+        variables: dict[str, tf.Variable],
+        tensors: dict[str, CompressedTensor],
         rates: Mapping[str, float],
         progress: Progress,
         config: ScaleComConfig,
         arguments: Arguments,
+        sparse: Sequence[str],
     ) -> None:
-        self.variables, self.tensors = dict(variables), dict(tensors)
+        self.variables, self.tensors = variables, tensors
         self.progress, self.config, self.arguments = progress, config, arguments
         self.members: set[str] = set()
         self.buckets: list[Bucket] = []
@@ -102,8 +99,18 @@ class Exchange:
         self._count_ranks = tf.function(
             lambda fact: self._transport.sum(fact, "more"), autograph=False
         )
+        described = {
+            name: (list(v.shape), v.dtype.name, f"rate {rates[name]:g}")
+            for name, v in variables.items()
+        }
+        settings = {"sparse_as_dense": arguments.sparse_as_dense}
+        # What must be the same on all ranks.
+        self._description = agreement.describe(config.to_dict(), settings, described) | {
+            "groups": self._groups,
+            "sparse gradients": list(sparse),
+        }
 
-    def agree(self, present: Iterable[str], sparse: Sequence[str], residues_of: int | None) -> None:
+    def agree(self, present: Iterable[str], residues_of: int | None) -> None:
         """Compare settings and tensors of all ranks; agree on members, names and the step.
 
         This blocks, so ranks do it once, where every rank surely comes: at the first call for these
@@ -111,10 +118,9 @@ class Exchange:
 
         Args:
             present: names of variables that have a gradient on this rank.
-            sparse: names of variables whose gradients are sparse.
             residues_of: the rank whose residues this one has loaded; None if that is unknown.
         """
-        mine = self._describe(sparse) | {
+        mine = self._description | {
             "present": list(present),
             "name": self._names.numbers.claim(),
             "step": int(value_of(self.progress.step)),
@@ -139,19 +145,6 @@ class Exchange:
                 size,
             )
         set_value(self.progress.ranks, size)
-
-    def _describe(self, sparse: Sequence[str]) -> dict[str, Any]:
-        """What must be the same on all ranks."""
-        tensors = {
-            name: (list(v.shape), v.dtype.name, f"rate {self.rates[name]:g}")
-            for name, v in self.variables.items()
-        }
-        settings = {"sparse_as_dense": self.arguments.sparse_as_dense}
-        self._description = agreement.describe(self.config.to_dict(), settings, tensors) | {
-            "groups": self._groups,
-            "sparse gradients": list(sparse),
-        }
-        return dict(self._description)
 
     def lacks(self, given: set[str]) -> bool:
         """Whether a variable that is no member has a gradient, so that ranks must agree again.
@@ -180,7 +173,7 @@ class Exchange:
             "ahead": agreement.digest_of(ahead),
         }
 
-    def join(self, agreed: Mapping[str, Any], sparse: Sequence[str], given: set[str]) -> None:
+    def join(self, agreed: Mapping[str, Any], given: set[str]) -> None:
         """Take part in an exchange that other ranks agreed on (`agreement`).
 
         Raises:
@@ -188,7 +181,7 @@ class Exchange:
                 traced function, gradients that the others' functions do not send; those functions
                 are not traced again.
         """
-        mine = self._describe(sparse)
+        mine = self._description
         agreement.compare_ranks([*[agreed] * max(self._transport.position, 1), mine], list(mine))
         self._names.use(agreed["name"])
         self._make_buckets(set(agreed["members"]))
@@ -227,11 +220,12 @@ class Exchange:
         if groups is None:
             # Backward gives the last layers' gradients first.
             groups, limit = [list(reversed(self.variables))], self.config.bucket_bytes
+        bytes_of = {name: math.prod(v.shape) * v.dtype.size for name, v in self.variables.items()}
         rest = self.variables, self.tensors, self.progress, self._transport, self.config
         self.buckets = []
         for group in groups:
             own = [name for name in group if name in members]
-            for names in split(own, self._kind_of, self._bytes_of, limit):
+            for names in split(own, self._kind_of, bytes_of.__getitem__, limit):
                 self.buckets.append(Bucket(len(self.buckets), names, *rest))
 
     @property
@@ -248,10 +242,6 @@ class Exchange:
         dense_dtype = tf.float64 if variable.dtype == tf.float64 else tf.float32
         wire_dtype = tensor.wire_dtype if tensor else dense_dtype
         return variable.device, variable.dtype, wire_dtype
-
-    def _bytes_of(self, name: str) -> int:
-        variable = self.variables[name]
-        return math.prod(variable.shape) * variable.dtype.size
 
     # One step.
 
@@ -284,9 +274,7 @@ class Exchange:
         }
         size, position = self._transport.size_and_position()
         unscaling = None if scale is None else 1 / tf.cast(scale, tf.float64)
-        whole, zero = self._must_send_whole(step), tf.minimum(step, 0)
-        units = Units(self.config.beta, unscaling, self.config.extra)
-        now = Now(step, size, position, units, whole, zero)
+        now = Now(step, size, position, unscaling, self._must_send_whole(step))
         results = [bucket.average(flat, now) for bucket in self.buckets]
         sound = tf.reduce_all([others_are_finite, *(result.sound for result in results)])
 
@@ -303,12 +291,16 @@ class Exchange:
             if self.config.lookahead:
                 self.progress.ahead.assign(True)
             self.progress.whole.assign(now.whole)
-            if (self.config.outliers, self.config.max_norm) != (None, None):
-                whole = tf.convert_to_tensor(now.whole)
-                tf.cond(whole, tf.no_op, lambda: self._scale_after_outliers(flat, now))
-            updated = [residue for result in results for residue in result.updated]
-            if updated:
-                self._look(flat, updated, now)
+            tensors = [tensor for bucket in self.buckets for tensor in bucket.compressed]
+            if tensors:
+                own = [flat[tensor.name] for tensor in tensors]
+                compresses = ~tf.convert_to_tensor(now.whole)
+                if (self.config.outliers, self.config.max_norm) != (None, None):
+                    scale = partial(self._scale_after_outliers, tensors, own, now)
+                    tf.cond(compresses, scale, tf.no_op)
+                updated = [residue for result in results for residue in result.updated]
+                due = tf.equal(step % LOOK_EVERY, 0) & compresses
+                tf.cond(due, partial(self._look, tensors, own, updated, now), tf.no_op)
             return averages
 
         def skip() -> dict[str, tf.Tensor]:
@@ -321,52 +313,43 @@ class Exchange:
 
         return tf.cond(sound, commit, skip)
 
-    def _scale_after_outliers(self, grads: Mapping[str, tf.Tensor], now: Now) -> tf.Operation:
+    def _scale_after_outliers(
+        self, tensors: Sequence[CompressedTensor], grads: Sequence[tf.Tensor], now: Now
+    ) -> tf.Operation:
         """Scale residues down whose gradients are outliers."""
-        tensors = [tensor for bucket in self.buckets for tensor in bucket.compressed]
-        if not tensors:
-            return tf.no_op()
-        norms = tf.stack([_norm(grads[tensor.name]) for tensor in tensors])
-        norms *= 1.0 if now.units.scale is None else now.units.scale
+        norms = _norms(grads) * (1.0 if now.scale is None else now.scale)
         recent = tf.stack([tensor.recent.read_value() for tensor in tensors])
         shares, recent = shares_of(norms, recent, self.config.outliers, self.config.max_norm)
         for tensor, own, share in zip(tensors, tf.unstack(recent), tf.unstack(shares), strict=True):
             tensor.recent.assign(own)
-            tf.cond(share < 1, functools.partial(_scale, tensor.residue, share), tf.no_op)
+            tf.cond(share < 1, partial(_scale, tensor.residue, share), tf.no_op)
         return tf.no_op()
 
     def _look(
-        self, grads: Mapping[str, tf.Tensor], residues: Sequence[tf.Tensor], now: Now
-    ) -> None:
-        """Every LOOK_EVERY steps, check whether residues keep growing, and warn the user once.
+        self,
+        tensors: Sequence[CompressedTensor],
+        grads: Sequence[tf.Tensor],
+        residues: Sequence[tf.Tensor],
+        now: Now,
+    ) -> tf.Operation:
+        """Warn the user once if residues keep growing: training_warnings, in the graph."""
+        gradients = tf.norm(_norms(grads)) * (1.0 if now.scale is None else now.scale)
+        waits = tf.norm(_norms(residues)) / self.config.beta
+        newest = tf.stack([[waits], [gradients]])
+        norms = tf.concat([self.progress.norms.read_value()[:, 1:], newest], 1)
+        limit = growth_limit((self.rates[tensor.name] for tensor in tensors), self.config)
+        growing = keep_growing(tf.unstack(norms[0]), tf.unstack(norms[1]), limit)
+        message = "scalecom_hvd: " + GROWTH_WARNING.replace("%d", "{}").replace("%.0f", "{}")
+        ratio = tf.cast(tf.round(norms[0, -1] / tf.reduce_max(norms[1])), tf.int64)
 
-        This does in the graph what training_warnings does.
-        """
+        def warn() -> tf.Operation:
+            # Not through TensorFlow's log, which many users switch off with its banners.
+            return tf.print(tf.strings.format(message, (now.step, ratio)), output_stream=sys.stderr)
 
-        def look() -> tf.Operation:
-            names = [tensor.name for bucket in self.buckets for tensor in bucket.compressed]
-            gradients = tf.norm(tf.stack([_norm(grads[name]) for name in names]))
-            gradients *= 1.0 if now.units.scale is None else now.units.scale
-            waits = tf.norm(tf.stack([_norm(own) for own in residues])) / self.config.beta
-            newest = tf.stack([[waits], [gradients]])
-            norms = tf.concat([self.progress.norms.read_value()[:, 1:], newest], 1)
-            limit = growth_limit((self.rates[name] for name in names), self.config)
-            growing = keep_growing(tf.unstack(norms[0]), tf.unstack(norms[1]), limit)
-            message = "scalecom_hvd: " + GROWTH_WARNING.replace("%d", "{}").replace("%.0f", "{}")
-            ratio = tf.cast(tf.round(norms[0, -1] / tf.reduce_max(norms[1])), tf.int64)
-
-            def warn() -> tf.Operation:
-                # Not through TensorFlow's log, which many users switch off with its banners.
-                text = tf.strings.format(message, (now.step, ratio))
-                return tf.print(text, output_stream=sys.stderr)
-
-            warned = self.progress.warned.read_value()
-            tf.cond(growing & ~warned, warn, tf.no_op)
-            self.progress.norms.assign(norms)
-            return self.progress.warned.assign(warned | growing, read_value=False)
-
-        due = tf.equal(now.step % LOOK_EVERY, 0) & ~tf.convert_to_tensor(now.whole)
-        tf.cond(due, look, tf.no_op)
+        warned = self.progress.warned.read_value()
+        tf.cond(growing & ~warned, warn, tf.no_op)
+        self.progress.norms.assign(norms)
+        return self.progress.warned.assign(warned | growing, read_value=False)
 
     def _must_send_whole(self, step: tf.Tensor) -> bool | tf.Tensor:
         """Whether this step is sent whole: False, or a tensor."""
@@ -381,6 +364,7 @@ class Exchange:
         compressing = [bucket for bucket in self.buckets if bucket.compressed]
         with_offsets = compressing if self.config.lookahead or not whole else []
         size, staggered = self._transport.size, self.config.leader == "staggered"
+        sent = [bucket.bytes_sent(size, whole) for bucket in self.buckets]
         last = step_stats(
             size,
             leader(max(step - 1, 0), 0, size, staggered),
@@ -388,14 +372,16 @@ class Exchange:
             {} if whole else {name: tensor.lanes.k for name, tensor in self.tensors.items()},
             len(with_offsets) + (len(self.members) if whole else len(self.buckets)),
             offsets=sum(bucket.layout.message_bytes for bucket in with_offsets),
-            values=0 if whole else sum(bucket.values_bytes(size) for bucket in self.buckets),
-            dense=sum(
-                bucket.whole_bytes if whole else bucket.dense_bytes for bucket in self.buckets
-            ),
+            values=sum(values for values, _ in sent),
+            dense=sum(dense for _, dense in sent),
         )
         skipped = int(value_of(self.progress.skipped))
         ratio = ratio_of(value_of(self.progress.norms))
         return {"step": step, "skipped_steps": skipped, **last, "residue_ratio": ratio}
+
+
+def _norms(tensors: Iterable[tf.Tensor]) -> tf.Tensor:
+    return tf.stack([_norm(tensor) for tensor in tensors])
 
 
 def _norm(tensor: tf.Tensor) -> tf.Tensor:

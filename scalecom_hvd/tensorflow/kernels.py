@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -24,19 +23,8 @@ from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.integers import BLOCK, SMALLEST_SCALE, blocks_of, scale_divisor
 from scalecom_hvd.lanes import Lanes, Positions
 
-log = logging.getLogger("scalecom_hvd")
-
 Tensors = Sequence[tf.Tensor]
-
-
-@dataclass(frozen=True)
-class Units:
-    """What a step's moves depend on besides the tensors."""
-
-    beta: float  # of the low-pass filter
-    scale: tf.Tensor | None = None  # 1 / loss scale, a scalar; None for 1
-    # This many times what waits is sent in addition, unless g has the opposite sign.
-    extra: float = 0.0
+Scale: TypeAlias = tf.Tensor | None
 
 
 class GraphKernel:
@@ -48,8 +36,15 @@ class GraphKernel:
     An element of g is bad unless |g| <= config.largest_gradient. A value is bad unless it is
     finite.
 
+    Args:
+        geometries: {name: lanes} of the tensors.
+        levels: L of values that travel as integers; 0: as numbers.
+        beta: of the low-pass filter.
+        extra: this many times what waits is sent in addition, unless g has the opposite sign.
+
     Args and results that several moves share:
         grads, residues, updated: (N,) each, in the order of the geometries.
+        scale: 1 / loss scale, a scalar; None for 1.
         chooses: whether this rank chooses; a bool scalar.
         choice, chosen: bytes, laid out by bucket_layout.Layout. They include the scales of
             integers. Empty, (0,), if a rank does not choose.
@@ -57,9 +52,11 @@ class GraphKernel:
         bad: how many elements or values are bad; an int64 scalar.
     """
 
-    def __init__(self, geometries: Mapping[str, Lanes], levels: int = 0) -> None:
+    def __init__(
+        self, geometries: Mapping[str, Lanes], levels: int, beta: float, extra: float
+    ) -> None:
         self._geometries = list(geometries.values())
-        self._levels = levels
+        self._levels, self._beta, self._extra = levels, beta, extra
         layout = Layout(geometries, has_scales=levels > 0)
         self._offsets_at = [layout.offsets[name] for name in geometries]
         self._scales_at = [layout.scales[name] for name in geometries]
@@ -68,14 +65,14 @@ class GraphKernel:
         self._order = sorted(range(len(self._geometries)), key=lambda i: self._offsets_at[i].start)
 
     def choose(
-        self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor
+        self, grads: Tensors, residues: Tensors, scale: Scale, chooses: tf.Tensor
     ) -> tf.Tensor:
         """The offsets of the winners of |m + g|, and the scales of what they would send."""
-        usable = [_usable(g, m.dtype, units.scale) for g, m in zip(grads, residues, strict=True)]
-        return self._chosen(chooses, residues, [g for g, _ in usable], units.extra)
+        usable = [_usable(g, m.dtype, scale)[0] for g, m in zip(grads, residues, strict=True)]
+        return self._chosen(chooses, residues, usable)
 
     def take_and_accumulate(
-        self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor, choice: tf.Tensor
+        self, grads: Tensors, residues: Tensors, scale: Scale, chooses: tf.Tensor, choice: tf.Tensor
     ) -> tuple[Tensors, tf.Tensor, tf.Tensor, tf.Tensor]:
         """(1) v = m[I] + g[I], and m[I] - beta*v; then (2) m + beta*g.
 
@@ -88,25 +85,25 @@ class GraphKernel:
         for grad, m, index, at in zip(
             grads, residues, self._indices(choice), self._scales_at, strict=True
         ):
-            g, n_bad = _usable(grad, m.dtype, units.scale)
-            value = _sendable(tf.gather(m, index), tf.gather(g, index), units.extra)
+            g, n_bad = _usable(grad, m.dtype, scale)
+            value = _sendable(tf.gather(m, index), tf.gather(g, index), self._extra)
             finite = tf.math.is_finite(value)
             value = sent = tf.where(finite, value, tf.zeros_like(value))
             if self._levels:
                 scales = scale_of_each(choice[at], value, m.dtype)
                 value = _integers(value, scales, self._levels)
                 sent = times_scales(value, scales)
-            beta = _as_number(units.beta, m.dtype)
+            beta = _as_number(self._beta, m.dtype)
             m = tf.tensor_scatter_nd_sub(m, index[:, None], beta * sent)
             updated.append(m + beta * g)
             values.append(value)
             gradients.append(g)
-            bad += [n_bad, _count_true(~finite)]
-        chosen = self._chosen(chooses, updated, gradients, units.extra)
+            bad += [n_bad, tf.math.count_nonzero(~finite)]
+        chosen = self._chosen(chooses, updated, gradients)
         return updated, tf.concat(values, 0), chosen, tf.add_n(bad)
 
     def scatter(
-        self, grads: Tensors, units: Units, choice: tf.Tensor, values: tf.Tensor
+        self, grads: Tensors, scale: Scale, choice: tf.Tensor, values: tf.Tensor
     ) -> Tensors:
         """For every gradient (its memory may be used), values / scale at I and zero elsewhere."""
         outputs = []
@@ -116,15 +113,13 @@ class GraphKernel:
         ):
             kind = tf.float64 if grad.dtype == tf.float64 else tf.float32
             value = tf.cast(value, kind)
-            if units.scale is not None:
-                value *= tf.cast(1 / units.scale, kind)
+            if scale is not None:
+                value *= tf.cast(1 / scale, kind)
             value = tf.cast(value, grad.dtype)
             outputs.append(tf.scatter_nd(index[:, None], value, [geometry.numel]))
         return outputs
 
-    def _chosen(
-        self, chooses: tf.Tensor, residues: Tensors, gradients: Tensors, extra: float
-    ) -> tf.Tensor:
+    def _chosen(self, chooses: tf.Tensor, residues: Tensors, gradients: Tensors) -> tf.Tensor:
         """The scales of integers, then the offsets of the winners of |m + g|; or nothing."""
 
         def choose() -> tf.Tensor:
@@ -133,7 +128,7 @@ class GraphKernel:
                 winners.append(_winners(tf.abs(m + g), geometry))
                 if self._levels:
                     index = _indices(geometry, winners[-1])
-                    sendable = _sendable(tf.gather(m, index), tf.gather(g, index), extra)
+                    sendable = _sendable(tf.gather(m, index), tf.gather(g, index), self._extra)
                     scales.append(as_bytes(_scales(sendable, geometry.k, self._levels)))
             return tf.concat([*scales, *(winners[i] for i in self._order)], 0)
 
@@ -152,9 +147,11 @@ class NativeKernel:
     Every move is one operation. Only GraphKernel has exact selection.
     """
 
-    def __init__(self, geometries: Mapping[str, Lanes], levels: int = 0) -> None:
+    def __init__(
+        self, geometries: Mapping[str, Lanes], levels: int, beta: float, extra: float
+    ) -> None:
         layout = Layout(geometries, has_scales=levels > 0)
-        self._operations, self._levels = operations(), levels
+        self._operations, self._levels, self._beta, self._extra = operations(), levels, beta, extra
         self._lanes = [
             number
             for name, g in geometries.items()
@@ -165,31 +162,30 @@ class NativeKernel:
             )
         ]
 
-    @staticmethod
-    def _settings(units: Units) -> tf.Tensor:
-        scale = 1.0 if units.scale is None else units.scale
-        return tf.stack([_as_number(x, tf.float64) for x in (units.beta, scale, units.extra)])
+    def _settings(self, scale: Scale) -> tf.Tensor:
+        settings = self._beta, 1.0 if scale is None else scale, self._extra
+        return tf.stack([_as_number(x, tf.float64) for x in settings])
 
     def choose(
-        self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor
+        self, grads: Tensors, residues: Tensors, scale: Scale, chooses: tf.Tensor
     ) -> tf.Tensor:
         return self._operations.scalecom_choose(
-            grads, residues, self._settings(units), chooses, lanes=self._lanes
+            grads, residues, self._settings(scale), chooses, lanes=self._lanes
         )
 
     def take_and_accumulate(
-        self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor, choice: tf.Tensor
+        self, grads: Tensors, residues: Tensors, scale: Scale, chooses: tf.Tensor, choice: tf.Tensor
     ) -> tuple[Tensors, tf.Tensor, tf.Tensor, tf.Tensor]:
         dtype = tf.int8 if self._levels else residues[0].dtype
         return self._operations.scalecom_take_and_accumulate(
-            grads, residues, self._settings(units), chooses, choice, lanes=self._lanes, W=dtype
+            grads, residues, self._settings(scale), chooses, choice, lanes=self._lanes, W=dtype
         )
 
     def scatter(
-        self, grads: Tensors, units: Units, choice: tf.Tensor, values: tf.Tensor
+        self, grads: Tensors, scale: Scale, choice: tf.Tensor, values: tf.Tensor
     ) -> Tensors:
         return self._operations.scalecom_scatter(
-            grads, self._settings(units), choice, values, lanes=self._lanes
+            grads, self._settings(scale), choice, values, lanes=self._lanes
         )
 
 
@@ -242,15 +238,13 @@ def _as_number(value: float | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.cast(value, dtype) if tf.is_tensor(value) else tf.constant(value, dtype)
 
 
-def _usable(
-    grad: tf.Tensor, kind: tf.DType, scale: tf.Tensor | None
-) -> tuple[tf.Tensor, tf.Tensor]:
+def _usable(grad: tf.Tensor, kind: tf.DType, scale: Scale) -> tuple[tf.Tensor, tf.Tensor]:
     """scale*g in the residue's dtype with zero for bad elements, and how many those are."""
     g = tf.cast(grad, kind)
     if scale is not None:
         g *= tf.cast(scale, kind)
     good = tf.abs(g) <= _as_number(largest_gradient(kind.name), kind)
-    return tf.where(good, g, tf.zeros_like(g)), _count_true(~good)
+    return tf.where(good, g, tf.zeros_like(g)), tf.math.count_nonzero(~good)
 
 
 def _sendable(m: tf.Tensor, g: tf.Tensor, extra: float) -> tf.Tensor:
@@ -305,10 +299,6 @@ def times_scales(integers: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
 def as_bytes(tensor: tf.Tensor) -> tf.Tensor:
     """A tensor's elements, of more than one byte each, as uint8."""
     return tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])
-
-
-def _count_true(mask: tf.Tensor) -> tf.Tensor:
-    return tf.math.count_nonzero(mask, dtype=tf.int64)
 
 
 def _winners(size: tf.Tensor, geometry: Lanes) -> tf.Tensor:

@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from kernel_cases import Taken
 
-from scalecom_hvd.tensorflow.kernels import GraphKernel, NativeKernel, Units
+from scalecom_hvd.tensorflow.kernels import GraphKernel, NativeKernel
 
 
 def there(array, dtype=None):
@@ -25,12 +25,12 @@ class Adapter:
     traced = False
 
     def __init__(self, case):
-        self.case, self.made = case, self.kernel(case.shapes, case.levels)
+        self.case = case
+        self.made = self.kernel(case.shapes, case.levels, case.beta, case.extra)
         self.grads = [there(g, dtype) for g, dtype in zip(case.grads, case.dtypes, strict=True)]
         self.residues = [there(residue) for residue in case.residues]
         self.offsets = there(case.offsets)
-        scale = None if case.scale == 1 else tf.constant(case.scale, tf.float64)
-        self.units = Units(case.beta, scale, case.extra)
+        self.scale = None if case.scale == 1 else tf.constant(case.scale, tf.float64)
 
     def _make(self, move):
         made = tf.function(move, autograph=False) if self.traced else move
@@ -40,7 +40,7 @@ class Adapter:
         return [back(tensor) for tensor in (*self.grads, *self.residues)]
 
     def choose(self):
-        inputs = self.grads, self.residues, self.units
+        inputs = self.grads, self.residues, self.scale
         nothing, chosen = self._make(
             lambda: [self.made.choose(*inputs, tf.constant(chooses)) for chooses in (False, True)]
         )
@@ -48,7 +48,7 @@ class Adapter:
         return chosen
 
     def take_and_accumulate(self, chooses):
-        inputs = self.grads, self.residues, self.units
+        inputs = self.grads, self.residues, self.scale
 
         def move():
             # TensorFlow optimizes most where a graph has everything: also the scales of integers.
@@ -61,7 +61,7 @@ class Adapter:
 
     def scatter(self, values, in_place=False):
         values = there(values)
-        return self._make(lambda: self.made.scatter(self.grads, self.units, self.offsets, values))
+        return self._make(lambda: self.made.scatter(self.grads, self.scale, self.offsets, values))
 
 
 class Native(Adapter):
