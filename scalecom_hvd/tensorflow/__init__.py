@@ -17,11 +17,11 @@ try:
 except ModuleNotFoundError as _error:
     raise _explained(_error, "scalecom_hvd.tensorflow") from _error
 
+from scalecom_hvd import monitoring as _monitoring
 from scalecom_hvd.agreement import JOIN_REFUSED as _JOIN_REFUSED
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.tensorflow.compressor import ScaleCom
 from scalecom_hvd.tensorflow.compressor import all_exchanges as _all_exchanges
-from scalecom_hvd.tensorflow.monitor import Monitor
 from scalecom_hvd.tensorflow.optimizer import (
     DistributedGradientTape,
     DistributedOptimizer,
@@ -32,6 +32,7 @@ from scalecom_hvd.tensorflow.optimizer import (
 # scalecom_hvd.tensorflow import ...` would find Horovod's.)
 elastic = _import_module("scalecom_hvd.tensorflow.elastic")
 keras = _import_module("scalecom_hvd.tensorflow.keras")
+Monitor = _monitoring.for_face(_horovod.rank)
 
 
 def join() -> int:

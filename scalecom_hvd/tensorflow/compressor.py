@@ -1,8 +1,7 @@
 """ScaleCom: the object that users pass as `compression=` to this package's optimizers and tapes.
 
 It holds the settings, the residues and the loss scale; exchange.py builds the graph. A new tape is
-made for every step, so the residues live here, by variable. Used by reduction.py, elastic.py and
-optimizer.py. Imports exchange, residues, transport and the framework-free rooms.
+made for every step, so the residues live here, by variable.
 """
 
 from __future__ import annotations

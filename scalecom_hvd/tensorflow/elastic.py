@@ -4,8 +4,6 @@ Every rank commits and restores its own residues, and new ranks learn what the o
 Horovod's states broadcast rank 0's model and optimizer. Residues belong to neither, so rank 0's
 residues never reach other ranks, and a new rank starts with residues of zero. Elastic training with
 ScaleCom needs one of these states.
-
-Imports compressor and exchange.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -73,10 +71,8 @@ class KeepsResidues(_State):
             super().sync()
 
     def _keep_residues(self) -> None:
-        self._residues: weakref.WeakKeyDictionary[ScaleCom, dict[str, Any]]
-        self._residues = weakref.WeakKeyDictionary(
-            {compressor: compressor.state_dict() for compressor in objects()}
-        )
+        states = {compressor: compressor.state_dict() for compressor in objects()}
+        self._residues: Mapping[ScaleCom, dict[str, Any]] = weakref.WeakKeyDictionary(states)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 A move is a function from tensors to tensors. It changes no residue but returns the updated one,
 which is assigned once the step is known to count. Both kernels give bit-identical results, the same
-as reference.py. Called by bucket.py. Imports the framework-free rooms only.
+as reference.py.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ is what m would be if every gradient had been g, so the optimizer's update keeps
 m is solved for, so checkpoints hold the momentum itself. g is the gradient that the update uses: it
 is averaged and clipped. This is wrapped around the one method by which Keras updates variables. A
 step that is skipped, or that only adds gradients up, does not call it.
-
-Called by optimizer.py. Imports compressor, exchange and the framework-free rooms.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 They are Horovod's own objects. Only the attribute through which they reduce is replaced, and the
 method by which a Keras optimizer updates variables is wrapped (momentum.py). Hooks, aggregation
 over several passes, local variables, casts and configurations stay Horovod's.
-Imports compressor, momentum, reduction and transport.
 """
 
 from __future__ import annotations

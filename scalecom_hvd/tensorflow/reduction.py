@@ -3,12 +3,11 @@
 They reduce through this one attribute. The replacement sends gradients of variables through
 ScaleCom's exchange, and leaves all others to Horovod: sparse gradients, and gradients with respect
 to tensors, which have no name and no next step.
-
-Called by optimizer.py. Imports compressor, bucket, transport and agreement.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -51,17 +50,10 @@ def reduction(
         name: Horovod's name for what it still reduces itself.
         calls_of: {variable.ref(): how often its gradient was asked for}, for one tape.
     """
-    itself = horovod._make_allreduce_grads_fn(
-        name,
-        arguments.device_dense,
-        arguments.device_sparse,
-        horovod.Compression.none,
-        False,
-        arguments.op,
-        arguments.gradient_predivide_factor,
-        None,
-        arguments.process_set,
-    )
+    devices, process_set = (arguments.device_dense, arguments.device_sparse), arguments.process_set
+    averages = arguments.op, arguments.gradient_predivide_factor
+    plain = horovod.Compression.none, False  # sparse_as_dense is done here
+    itself = horovod._make_allreduce_grads_fn(name, *devices, *plain, *averages, None, process_set)
 
     # Python decides here while a function is traced. AutoGraph would move decisions into the graph.
     @tf.autograph.experimental.do_not_convert
@@ -71,7 +63,6 @@ def reduction(
         use_generic_names: bool = False,
     ) -> list[Gradient]:
         refuse_graphs_of_tensorflow_1()
-        process_set = arguments.process_set
         grads = list(grads)
         if not process_set.included() or (process_set.size() == 1 and not is_elastic()):
             return grads
@@ -81,12 +72,11 @@ def reduction(
                 for grad in grads
             ]
         is_sparse = [isinstance(grad, tf.IndexedSlices) for grad in grads]
-        is_ours = [
-            isinstance(variable, tf.Variable) and not is_slices
-            for variable, is_slices in zip(variables, is_sparse, strict=True)
-        ]
-        ours = [i for i, here in enumerate(is_ours) if here]
-        others = [i for i, here in enumerate(is_ours) if not here]
+        ours: list[int] = []
+        others: list[int] = []
+        for i, variable in enumerate(variables):
+            is_ours = isinstance(variable, tf.Variable) and not is_sparse[i]
+            (ours if is_ours else others).append(i)
         finite = tf.constant(True)
         if others:
             its = [grads[i] for i in others], [variables[i] for i in others]
@@ -106,12 +96,12 @@ def reduction(
         # A tape may still be recording, and it cannot differentiate the exchange.
         constants = {name: tf.stop_gradient(grad) for name, grad in own.items()}
         run = exchange.function if tf.executing_eagerly() else exchange.average
-        averages = run(exchange.complete(constants), compressor.current_loss_scale(), finite)
-        averages |= {name: tf.cast(averages[name], grad.dtype) for name, grad in own.items()}
+        found = run(exchange.complete(constants), compressor.current_loss_scale(), finite)
+        found |= {name: tf.cast(found[name], grad.dtype) for name, grad in own.items()}
         if own:
-            averages = _without_derivative(averages, own)
+            found = _without_derivative(found, own)
         for i, name in zip(ours, names, strict=True):
-            grads[i] = averages.get(name)
+            grads[i] = found.get(name)
         return grads
 
     return allreduce_grads
@@ -125,9 +115,8 @@ def _without_derivative(
     Without this, TensorFlow would leave out these derivatives. A custom_gradient would not do:
     saving the function traces it, too.
     """
-    dead_ends = [
-        tf.raw_ops.PreventGradient(input=grad, message=_NO_DERIVATIVE) for grad in own.values()
-    ]
+    prevent = functools.partial(tf.raw_ops.PreventGradient, message=_NO_DERIVATIVE)
+    dead_ends = [prevent(input=grad) for grad in own.values()]
     return dict(zip(averages, tf.identity_n([*averages.values(), *dead_ends]), strict=False))
 
 
@@ -144,14 +133,10 @@ def _stream_of(
 
 
 def _notice_changed_keeper(compressor: ScaleCom, variables: Iterable[tf.Variable]) -> None:
-    """Notice a ScaleCom that is made inside of the training step.
+    """Raise ValueError if an eager step makes a new ScaleCom every time; warn if it may be so.
 
-    Such a step makes a new ScaleCom every time, and what the old one had not sent is lost. So each
-    variable has a note: which ScaleCom keeps its residue for tapes, for how many calls, and whether
-    it began in an eager step.
-
-    Raises:
-        ValueError: an eager step certainly does this. If it is not certain, a warning is logged.
+    What the old one had not sent would be lost. So each variable has a note: which ScaleCom keeps
+    its residue for tapes, for how many calls, and whether it began in an eager step.
     """
     eager, warned = tf.executing_eagerly(), False
     for variable in variables:

@@ -2,7 +2,7 @@
 
 All of it is kept in TensorFlow variables, which are made outside of any function being traced. They
 belong to no optimizer or model, because Horovod would broadcast rank 0's and Keras would save them.
-tf.train.Checkpoint tracks them through ScaleCom. Imports the framework-free rooms only.
+tf.train.Checkpoint tracks them through ScaleCom.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ class CompressedTensor:
         self.lanes = geometry(numel, rate, config.selection)  # or positions
         # The residue's, float32 or float64.
         self.dtype = tf.as_dtype(config.residue_dtype_for(variable.dtype.name))
-        self.levels = config.levels  # L of values that travel as integers; 0: as numbers
-        self.wire_dtype = tf.int8 if self.levels else self.dtype
+        self.wire_dtype = tf.int8 if config.levels else self.dtype  # before integers are packed
         self.residue = make_variable((numel,), self.dtype, f"scalecom/{name}", variable.device)
         self.recent = make_variable((3,), tf.float64, f"scalecom/{name}/recent")
 
@@ -142,7 +141,7 @@ class Progress(Tracked):
         self._lanes[tensor.name] = lanes
         of, size = f"scalecom/{tensor.name}", lanes.k * lanes.offset_width
         self.offsets[tensor.name] = make_variable((size,), tf.uint8, f"{of}/offsets", device)
-        if tensor.levels:
+        if tensor.wire_dtype == tf.int8:
             blocks = blocks_of(lanes.k)
             self.scales[tensor.name] = make_variable((blocks,), tf.float32, f"{of}/scales", device)
 

@@ -1,6 +1,6 @@
 """The calls to Horovod during training: the collectives of one exchange.
 
-Horovod matches tensors by name, so all ranks must use the same names. Imports agreement only.
+Horovod matches tensors by name, so all ranks must use the same names.
 """
 
 from __future__ import annotations

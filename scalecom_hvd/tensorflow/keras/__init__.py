@@ -15,15 +15,16 @@ import tensorflow as tf
 from horovod.tensorflow.compression import Compression, Compressor
 from horovod.tensorflow.keras import *  # noqa: F403
 
+from scalecom_hvd import monitoring as _monitoring
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.missing import attribute as _attribute
 from scalecom_hvd.tensorflow.compressor import ScaleCom
-from scalecom_hvd.tensorflow.monitor import Monitor, MonitorCallback
 from scalecom_hvd.tensorflow.optimizer import called_as as _called_as
 from scalecom_hvd.tensorflow.optimizer import wrap as _wrap
 
 # This replaces Horovod's module, which the star imported.
 elastic = _import_module("scalecom_hvd.tensorflow.keras.elastic")
+Monitor = _monitoring.for_face(_horovod.rank)
 
 
 @_called_as(_horovod.DistributedOptimizer)
@@ -83,6 +84,42 @@ def load_model(
     return _implementation.load_model(
         tf.keras, wrap, filepath, custom_optimizers, custom_objects, legacy_opts
     )
+
+
+class MonitorCallback(tf.keras.callbacks.Callback):
+    """A Monitor for model.fit.
+
+    Args:
+        compression: the ScaleCom. Default: that of the model's optimizer.
+        every, tensorboard, writer: as in Monitor.
+
+    Attributes:
+        monitor: the Monitor, once training has begun.
+
+    Raises:
+        ImportError, TypeError, ValueError: as in Monitor, when training begins.
+
+    Example:
+        >>> model.fit(..., callbacks=[hvd.MonitorCallback(tensorboard="runs/scalecom")])
+    """
+
+    def __init__(self, compression: Any = None, every: int = 50, **settings: Any) -> None:
+        super().__init__()
+        self.monitor: _monitoring.Monitor | None = None
+        self._compression = compression
+        self._settings = {"every": every} | settings
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Called by Keras. A second call of fit goes on with the same monitor."""
+        if self.monitor is None:
+            optimizer = self.model.optimizer
+            source = self._compression or getattr(optimizer, "inner_optimizer", optimizer)
+            self.monitor = Monitor(source, **self._settings)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called by Keras."""
+        assert self.monitor is not None, "training has begun"
+        self.monitor.step()
 
 
 def __getattr__(name: str) -> Any:
