@@ -1,7 +1,6 @@
 """`python -m scalecom_hvd plan`: what each method would cost per training step, and what to set.
 
 The numbers are predictions of scaling.py: the command runs nothing, and needs no framework.
-__main__ writes what `run` gives.
 """
 
 from __future__ import annotations
@@ -130,11 +129,10 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
     paragraphs = [heading(s, arguments.nccl), "", *table(rows), ""]
     paragraphs += [*advice(s, c, rows, arguments.steps), "", caveats(s, arguments.nccl)]
     for text in paragraphs:
-        if "  " in text or not text:  # a row of the table, or a setting
-            yield text
-            continue
+        as_it_is = "  " in text or not text  # a row of the table, or a setting
         hanging = "  " if text.startswith("- ") else ""
-        yield from textwrap.wrap(text, 100, subsequent_indent=hanging, break_on_hyphens=False)
+        wrapped = textwrap.wrap(text, 100, subsequent_indent=hanging, break_on_hyphens=False)
+        yield from [text] if as_it_is else wrapped
 
 
 def setting(arguments: argparse.Namespace) -> Setting:
@@ -161,7 +159,7 @@ def setting(arguments: argparse.Namespace) -> Setting:
 
 def constants(nccl: bool = False) -> Constants:
     """The constants for workers with processors of their own. nccl: whether GPUs sum gradients."""
-    c = scaling.with_derived(scaling.own_cores(scaling.FITTED))
+    c = scaling.own_cores(scaling.FITTED)
     return scaling.on_devices(c) if nccl else c
 
 
@@ -179,7 +177,12 @@ def compare(s: Setting, c: Constants, local_steps: list[int]) -> list[Row]:
     rows = []
     for method, label, there in at:
         time, sent = scaling.predict(method, there, c), scaling.bytes_a_step(method, there) / 1e6
-        rows.append(Row(method, label, sent, time, dense / time, memory(method, there)))
+        # The workers of a node share out its residue. Local steps keep the common parameters and
+        # the changes.
+        sharers = s.per_node if method == NODES else 1
+        memory = 0.0 if method in scaling.WHOLE_METHODS else 4 * s.numel / sharers
+        memory += 8 * s.numel * (method in scaling.LOCAL_METHODS)
+        rows.append(Row(method, label, sent, time, dense / time, memory / 1e6))
     for i, batches in enumerate((4, 16)):
         # What dense training may do instead. Only the last batch's backward has communication.
         time, sent = s.compute + (dense - s.compute) / batches, rows[0].megabytes / batches
@@ -188,19 +191,10 @@ def compare(s: Setting, c: Constants, local_steps: list[int]) -> list[Row]:
     return rows
 
 
-def memory(method: str, s: Setting) -> float:
-    """Megabytes on each worker, beyond what dense training takes."""
-    # The workers of a node share out its residue. Local steps keep the common parameters and the
-    # changes.
-    sharers = s.per_node if method == NODES else 1
-    residues = 0.0 if method in scaling.WHOLE_METHODS else 4 * s.numel / sharers
-    return (residues + 8 * s.numel * (method in scaling.LOCAL_METHODS)) / 1e6
-
-
 def recommended(rows: list[Row]) -> Row:
-    """What to set: the simplest of dense, fp16 and ScaleCom's forms that is near the fastest.
+    """What to set: the simplest of dense, fp16 and ScaleCom's forms within WORTH_IT of the fastest.
 
-    "Near" means within a factor of WORTH_IT. Simpler ones cost less accuracy.
+    Simpler ones cost less accuracy.
     """
     by_name = {row.method: row for row in rows}
     names = ("dense", "fp16", NODES, "ScaleCom staggered", "ScaleCom look-ahead")
@@ -248,7 +242,7 @@ def advice(s: Setting, c: Constants, rows: list[Row], steps: int | None) -> Iter
             f"Set {choice.label}: steps are {_digits(choice.speed_up)} times as fast as dense "
             f"ones.{_whole_run([choice, dense], steps)}"
         )
-        yield from _setting(choice, s, steps)
+        yield from ("", *_setting(choice, s, steps), "")
         if choice.method == "fp16":
             return
         yield from _accuracy(choice, s, steps)
@@ -277,19 +271,16 @@ def _whole_run(rows: list[Row], steps: int | None) -> str:
 
 def _setting(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
     """What to give, on Horovod and under torchrun."""
-    given = {"rate": s.rate, "bits": s.bits}
-    settings = [f"{name}={number:g}" for name, number in given.items() if number]
-    settings += ["lookahead=True"] * choice.label.endswith("=True")
-    words = ", ".join([*settings, f"total_steps={steps or '...'}"])
-    nodes = choice.method == NODES
-    yield ""
     if choice.method == "fp16":
         yield "    compression=hvd.Compression.fp16  # on Horovod"
         yield "    model.register_comm_hook(None, fp16_compress_hook)  # of PyTorch, under torchrun"
-    else:
-        yield f"    compression=hvd.ScaleCom({words}){', nodes=True' * nodes}  # on Horovod"
-        yield f"    ScaleComState(model, {words}{', mesh=mesh' * nodes})  # under torchrun"
-    yield ""
+        return
+    given = {"rate": s.rate, "bits": s.bits}
+    settings = [f"{name}={number:g}" for name, number in given.items() if number]
+    settings += ["lookahead=True"] * choice.label.endswith("=True")
+    words, nodes = ", ".join([*settings, f"total_steps={steps or '...'}"]), choice.method == NODES
+    yield f"    compression=hvd.ScaleCom({words}){', nodes=True' * nodes}  # on Horovod"
+    yield f"    ScaleComState(model, {words}{', mesh=mesh' * nodes})  # under torchrun"
 
 
 def _accuracy(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:

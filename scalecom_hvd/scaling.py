@@ -3,7 +3,7 @@
 `python -m scalecom_hvd plan` uses it to say what a method would bring.
 scripts/bench/scaling_model.py fits its constants to what `make bench` measured. Framework-free.
 
-This is the model (all of it is in `traffic` and `predict`). Gradients become ready evenly over
+This is the model (in `traffic` and `predict`). Gradients become ready evenly over
 backward, which is two thirds of the compute. A bucket's collectives follow each other, and those of
 the last bucket cannot hide. A collective costs a negotiation, its hops (2(n-1) for a ring's
 all-reduce, log2 n for a broadcast), and its bytes at the network's speed. "local top-k" gathers the
@@ -100,6 +100,11 @@ _PROCESSOR = {  # {method: (ms per step, ms per megabyte)}
     "local SGD": (8.64, 6.259),
     "ScaleCom local": (17.74, 0.17),
 }
+# Methods that were not measured: random-k takes and scatters values as ScaleCom does. LocalTopK
+# chooses by ScaleCom's kernel, on every worker, and its gathered bytes cost what those of local
+# top-k cost.
+_PROCESSOR["random-k"] = _PROCESSOR["ScaleCom staggered"]
+_PROCESSOR["LocalTopK"] = (_PROCESSOR["ScaleCom staggered"][0], _PROCESSOR["local top-k"][1])
 FITTED = Constants(
     reached=0.90,
     negotiation=12.80,
@@ -127,12 +132,10 @@ def traffic(method: str, s: Setting) -> tuple[float, float]:
     if method in WHOLE_METHODS:
         return ring * s.numel * (2 if method == "fp16" else 4), 0
     rate, bits = sends(method, s)
-    k, offset = s.numel / rate, 0.5 if rate <= 16 else 1 if rate <= 256 else 2
-    offset = 0 if rate == 1 else offset
-    if method == "local top-k":
-        return (n - 1) * k * 8, 0
-    if method == "LocalTopK":
-        return (n - 1) * k * (4 + offset), 0
+    k = s.numel / rate
+    offset = 0 if rate == 1 else 0.5 if rate <= 16 else 1 if rate <= 256 else 2
+    if method in ("local top-k", "LocalTopK"):
+        return (n - 1) * k * (8 if method == "local top-k" else 4 + offset), 0
     if method == "random-k":
         return ring * k * 4, 0
     if bits == 32:
@@ -143,14 +146,11 @@ def traffic(method: str, s: Setting) -> tuple[float, float]:
 
 def rung_of_auto(s: Setting, c: Constants) -> int:
     """The rung of the ladder on which rate="auto" settles, if steps take what is predicted."""
-    times = [
-        predict("dense", s, c)
-        if stage.is_whole
-        else predict(
-            "ScaleCom staggered", dataclasses.replace(s, rate=stage.rate, bits=stage.bits), c
-        )
-        for stage in LADDER
-    ]
+    times = []
+    for stage in LADDER:
+        method = "dense" if stage.is_whole else "ScaleCom staggered"
+        there = dataclasses.replace(s, rate=stage.rate, bits=stage.bits)
+        times.append(predict(method, there, c))
     controller = RateController(s.workers)
     while not controller.is_settled:
         controller.note(times[controller.rung], times[controller.rung] - s.compute)
@@ -209,18 +209,6 @@ def on_devices(c: Constants) -> Constants:
     # If everything is sent whole, sums are all that a step costs.
     whole = {method: c.step["dense"] for method in WHOLE_METHODS if method in c.step}
     return dataclasses.replace(c, step=c.step | whole, megabyte=dict.fromkeys(c.megabyte, 0.0))
-
-
-def with_derived(c: Constants) -> Constants:
-    """The same constants, and those of methods that were not measured, from methods alike.
-
-    random-k takes and scatters values as ScaleCom does. LocalTopK chooses by ScaleCom's kernel, on
-    every worker, and its gathered bytes cost what those of local top-k cost.
-    """
-    step, a_megabyte = c.step["ScaleCom staggered"], c.megabyte["ScaleCom staggered"]
-    bytes_of = {"random-k": a_megabyte, "LocalTopK": c.megabyte["local top-k"]}
-    steps = c.step | dict.fromkeys(bytes_of, step)
-    return dataclasses.replace(c, step=steps, megabyte=c.megabyte | bytes_of)
 
 
 def where_the_gain_ends(method: str, s: Setting, c: Constants, least: float = 1.1) -> float:
