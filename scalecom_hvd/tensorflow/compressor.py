@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import horovod.tensorflow as horovod
@@ -73,8 +73,8 @@ _objects: list[weakref.ref[ScaleCom]] = []
 class _Stream(Tracked):
     """The state of one series of gradients.
 
-    There is one stream, unless a persistent tape is asked for gradients of the same variables
-    several times in a step. Those are separate series, and each has residues of its own.
+    There are several if a persistent tape is asked several times in a step for gradients of the
+    same variables.
     """
 
     def __init__(self) -> None:
@@ -87,25 +87,23 @@ class _Stream(Tracked):
 class _Settings(tf.train.experimental.PythonState):
     """The settings, and the rank that the residues belong to, in a tf.train.Checkpoint.
 
-    Residues that were made with other settings are refused.
-
     Attributes:
         config: the settings. What they leave open is provisional until it is settled.
         place: `_place` of the rank whose residues were loaded, or of this rank.
     """
 
     def __init__(self, given: ScaleComConfig, streams: Sequence[_Stream]) -> None:
-        self._given, self._streams = given, streams
-        self._is_settled = False
+        self._given: ScaleComConfig | None = given  # until it is settled
+        self._streams = streams
         self.config = given.resolved()
         self.place: Mapping[str, int] = {}
 
     def settle(self, mixes_momentum: bool) -> None:
         """Settle what the settings leave open, as config.resolved. What was settled first stays."""
-        self.config, self._is_settled = self._settled(mixes_momentum), True
+        self.config, self._given = self._settled(mixes_momentum), None
 
     def _settled(self, mixes_momentum: bool) -> ScaleComConfig:
-        return self.config if self._is_settled else self._given.resolved(mixes_momentum)
+        return self._given.resolved(mixes_momentum) if self._given else self.config
 
     def check(self, state: Mapping[str, Any], has_residues: bool) -> None:
         """Check a saved state. If it has residues, it settles what is still open."""
@@ -245,10 +243,9 @@ class ScaleCom(Tracked, Compressor):
 
         Args:
             stream: the number of this series of gradients, if these variables have several.
-            variables: the variables whose gradients are averaged.
+            variables, arguments: of the optimizer or tape.
             present: the variables among them that have a gradient on this rank.
             sparse: other variables, whose gradients are sparse.
-            arguments: the arguments of the optimizer or tape.
         """
         known = self._bound.exchanges
         names = [self._name_of(variable) for variable in variables]
@@ -299,23 +296,24 @@ class ScaleCom(Tracked, Compressor):
                 raise TypeError(f"{name} has the shape {variable.shape}, which must be known")
         while len(self._streams) <= stream:
             self._streams.append(_Stream())
-        rates, tensors = self._rates_of(variables), self._bound.tensors
-        kept = self._streams[stream]
-        mine = {
-            name: tensors.get(_in_stream(stream, name))
-            or CompressedTensor(name, variable, rates[name], self.config)
-            for name, variable in variables.items()
-            if rates[name] > 1
+        rates, tensors, kept = self._rates_of(variables), self._bound.tensors, self._streams[stream]
+        keys = {name: _in_stream(stream, name) for name in variables if rates[name] > 1}
+        new = {
+            key: CompressedTensor(name, variables[name], rates[name], self.config)
+            for name, key in keys.items()
+            if key not in tensors
         }
-        new = {name: tensor for name, tensor in mine.items() if name not in kept.residues}
-        in_stream = {_in_stream(stream, name): tensor for name, tensor in new.items()}
-        self._take_up_residues(in_stream)
-        tensors.update(in_stream)
-        kept.residues.update({name: tensor.residue for name, tensor in new.items()})
-        kept.recent_norms.update({name: tensor.recent for name, tensor in new.items()})
+        self._take_up_residues(new)
+        tensors.update(new)
+        for tensor in new.values():
+            kept.residues[tensor.name], kept.recent_norms[tensor.name] = (
+                tensor.residue,
+                tensor.recent,
+            )
+        mine = {name: tensors[key] for name, key in keys.items()}
         label = _label(stream, list(variables))
         if label not in kept.progress:
-            kept.progress[label] = self._make_progress(stream, label, variables, mine)
+            kept.progress[label] = self._make_progress(stream, label, variables, mine.values())
         progress = kept.progress[label]
         return Exchange(variables, mine, rates, progress, self.config, arguments, sparse)
 
@@ -326,32 +324,25 @@ class ScaleCom(Tracked, Compressor):
         return place.get("rank") if same_ranks else None
 
     def _make_progress(
-        self,
-        stream: int,
-        label: str,
-        variables: Mapping[str, tf.Variable],
-        tensors: Mapping[str, CompressedTensor],
+        self, stream: int, label: str, names: Iterable[str], tensors: Iterable[CompressedTensor]
     ) -> Progress:
         progress = Progress(label)
         if self.config.lookahead:
-            for tensor in tensors.values():
+            for tensor in tensors:
                 progress.hold_choice(tensor)
         self._take_up_progress(progress)
         # If variables were frozen or thawed, this is a new exchange of the same training.
         related = [
             exchange.progress
-            for (other, names), exchange in self._bound.exchanges.items()
-            if other == stream and not variables.keys().isdisjoint(names)
+            for (other, its_names), exchange in self._bound.exchanges.items()
+            if other == stream and not set(names).isdisjoint(its_names)
         ]
         if related:
             set_value(progress.step, max(value_of(other.step) for other in (progress, *related)))
         return progress
 
     def _rates_of(self, variables: Mapping[str, tf.Variable]) -> dict[str, float]:
-        """The rates of variables. A variable keeps the rate that it had when it was first seen.
-
-        Globs may match any variable seen so far.
-        """
+        """Their rates. Globs may match any variable seen so far, and each keeps its first rate."""
         bound = self._bound
         bound.shapes |= {name: tuple(variable.shape) for name, variable in variables.items()}
         bound.rates = self.config.rates_for(bound.shapes) | bound.rates
@@ -393,14 +384,11 @@ class ScaleCom(Tracked, Compressor):
             and is None before the first measurement. "outliers": how many gradients of a tensor
             were longer than config.outliers allows, on this rank in this process.
         """
-        numbers = dict(_NOTHING_SENT)
-        for n, exchange in enumerate(self.exchanges()):
-            for key, value in exchange.stats().items():
-                if n == 0 or numbers[key] is None:
-                    numbers[key] = value
-                elif value is not None:
-                    largest = key in _LARGEST_COUNTS
-                    numbers[key] = max(numbers[key], value) if largest else numbers[key] + value
+        found = [exchange.stats() for exchange in self.exchanges()] or [_NOTHING_SENT]
+        numbers: dict[str, int | float | None] = {}
+        for key in _NOTHING_SENT:
+            known = [stats[key] for stats in found if stats[key] is not None]
+            numbers[key] = max(known, default=None) if key in _LARGEST_COUNTS else sum(known)
         tensors = self._bound.tensors.values()
         residues = (value_of(tensor.residue).astype(np.float64) for tensor in tensors)
         norms = map(float, map(np.linalg.norm, residues))
@@ -473,11 +461,11 @@ class ScaleCom(Tracked, Compressor):
             return
         saved = self._bound.loaded["residues"]
         if saved:
-            found = {name: own.shape for name, own in tensors.items() if name in saved}
             # Variables that join later may have been frozen when the state was saved.
-            known = bool(self._bound.tensors)
-            wanted = found if known else {name: own.shape for name, own in tensors.items()}
-            check_residues({name: np.shape(saved[name]) for name in found}, wanted)
+            joins_later = bool(self._bound.tensors)
+            shapes = {name: own.shape for name, own in tensors.items()}
+            found = {name: np.shape(saved[name]) for name in shapes.keys() & saved.keys()}
+            check_residues(found, {name: shapes[name] for name in found} if joins_later else shapes)
         norms = self._bound.loaded.get("recent_norms", {})
         for name, tensor in tensors.items():
             set_value(tensor.residue, saved.get(name, np.zeros(tensor.shape)))

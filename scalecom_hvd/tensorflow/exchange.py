@@ -55,6 +55,12 @@ from scalecom_hvd.training_warnings import (
 
 log = logging.getLogger("scalecom_hvd")
 
+_OTHER_RANKS = (
+    "the state was saved by %d ranks, but there are %d now. A rank without saved residues starts "
+    "with zero residues"
+)
+_OTHER_STEP = "training goes on at step %d, but this rank's residues are from step %d"
+
 # {label: what other ranks agreed on}, for exchanges that this process has not made yet. None until
 # the ranks have met.
 _kept: dict[str, dict[str, Any]] | None = None
@@ -63,17 +69,19 @@ _kept: dict[str, dict[str, Any]] | None = None
 class Exchange:
     """The exchange of a fixed set of variables.
 
-    All ranks make the same collectives under the same names.
-
-    Attributes:
+    Args:
         variables: {name: variable} of all whose gradients were asked for.
         tensors: the compressed ones among them.
         rates: {name: rate} of the variables.
+        progress: how far the exchange has come.
+        config: the settings.
+        arguments: the arguments of its optimizer or tape.
+        sparse: names of other variables, whose gradients are sparse.
+
+    Attributes:
         members: names of the variables that have a gradient on some rank. Only these take part; a
             rank without their gradients sends zeros.
         buckets: of the members.
-        progress: how far the exchange has come.
-        arguments: the arguments of its optimizer or tape.
         function: `average` as a function of TensorFlow, for eager steps.
     """
 
@@ -87,12 +95,11 @@ class Exchange:
         arguments: Arguments,
         sparse: Sequence[str],
     ) -> None:
-        self.variables, self.tensors = variables, tensors
+        self.variables, self.tensors, self.rates = variables, tensors, rates
         self.progress, self.config, self.arguments = progress, config, arguments
         self.members: set[str] = set()
         self.buckets: list[Bucket] = []
         self.function = tf.function(self.average, autograph=False)
-        self.rates = rates
         self._names = agreement.Names()
         self._transport = Transport(arguments, self._names)
         # Make a function, because operations that run one by one have no names.
@@ -138,12 +145,7 @@ class Exchange:
             set_value(self.progress.ahead, False)
         before, size = int(value_of(self.progress.ranks)), self._transport.size
         if before not in (0, size):
-            log.warning(
-                "the state was saved by %d ranks, but there are %d now. A rank without saved "
-                "residues starts with zero residues",
-                before,
-                size,
-            )
+            log.warning(_OTHER_RANKS, before, size)
         set_value(self.progress.ranks, size)
 
     def lacks(self, given: set[str]) -> bool:
@@ -195,20 +197,10 @@ class Exchange:
         self.go_on(agreed["step"], False)
 
     def go_on(self, step: int, ahead: bool) -> None:
-        """Go on at this step, as all ranks do.
-
-        Args:
-            step: the step's number.
-            ahead: whether look-ahead's offsets are the same on all ranks. If they are not, the next
-                step is sent whole.
-        """
+        """Go on at this step, as all ranks do; without look-ahead's offsets unless `ahead`."""
         mine = int(value_of(self.progress.step))
         if mine != step:
-            log.warning(
-                "training goes on at step %d, but this rank's residues are from step %d",
-                step,
-                mine,
-            )
+            log.warning(_OTHER_STEP, step, mine)
         set_value(self.progress.step, step)
         set_value(self.progress.ranks, self._transport.size)
         if not ahead:

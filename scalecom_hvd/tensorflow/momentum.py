@@ -93,14 +93,11 @@ def _mixes_of(
     compressor: ScaleCom,
     grads_and_vars: Sequence[tuple[tf.Tensor | tf.IndexedSlices, tf.Variable]],
 ) -> list[tuple[tf.Variable, tf.Tensor, tf.Tensor, Sizes]]:
-    """The momenta that are mixed in the update that is about to begin: with what, and how.
-
-    Only dense gradients that were compressed are mixed in.
-    """
+    """The momenta that are mixed in the update that is about to begin: with what, and how."""
     late = []
     for gradient, variable in grads_and_vars:
         exchange, rate = compressor.last_exchange(variable)
-        if exchange and rate > 1 and isinstance(gradient, tf.Tensor):
+        if exchange and rate > 1 and isinstance(gradient, tf.Tensor):  # dense and compressed
             late.append((gradient, variable, (exchange, rate)))
     if not late or _has_none(optimizer):
         return []
@@ -121,14 +118,11 @@ def _mixes_of(
 
 
 def _kappa(exchange: Exchange, rate: float) -> tf.Tensor:
-    """kappa in the step whose averages are here.
-
-    0 if the step was sent whole, and in the first step, when the momentum is still the gradient.
-    """
-    progress = exchange.progress
-    kappa = tf.constant(kappa_of(rate, exchange.config.nu), tf.float64)
+    """kappa in the step whose averages are here."""
+    progress, kappa = exchange.progress, kappa_of(rate, exchange.config.nu)
+    # In the first step the momentum is still the gradient.
     mixes = (progress.step.read_value() > 1) & ~progress.whole.read_value()
-    return tf.where(mixes, kappa, tf.zeros_like(kappa))
+    return tf.where(mixes, tf.constant(kappa, tf.float64), tf.constant(0, tf.float64))
 
 
 @functools.cache

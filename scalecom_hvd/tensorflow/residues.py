@@ -108,8 +108,7 @@ class Progress(Tracked):
     """How far one exchange has come.
 
     Attributes:
-        step: how many steps counted.
-        skipped: how many steps were skipped, because a gradient was not finite.
+        step, skipped: how many steps counted, and how many did not (a gradient was not finite).
         ranks: how many ranks there were.
         ahead: whether look-ahead has offsets for the next step.
         whole: whether the last step was sent whole.
@@ -148,14 +147,12 @@ class Progress(Tracked):
     def as_dict(self) -> dict[str, Any]:
         """What `take_up` reads: plain numbers and arrays."""
         ahead = bool(value_of(self.ahead))
-        offsets, scales = (self.offsets, self.scales) if ahead else ({}, {})
-        return {
-            "step": int(value_of(self.step)),
-            "ranks": int(value_of(self.ranks)),
-            "offsets": {name: value_of(variable) for name, variable in offsets.items()},
-            "scales": {name: value_of(variable) for name, variable in scales.items()},
-            "norms": value_of(self.norms),
+        choice = {
+            what: {name: value_of(variable) for name, variable in held.items() if ahead}
+            for what, held in (("offsets", self.offsets), ("scales", self.scales))
         }
+        step, ranks = int(value_of(self.step)), int(value_of(self.ranks))
+        return {"step": step, "ranks": ranks, **choice, "norms": value_of(self.norms)}
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError for offsets, scales and norms that `take_up` cannot use."""

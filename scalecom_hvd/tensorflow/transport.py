@@ -102,11 +102,8 @@ class Transport:
         return self.size, self.position
 
     def from_leader(self, offsets: tf.Tensor, name: str) -> tf.Tensor:
-        """The leader's bytes. Every other rank passes an empty tensor.
-
-        This is a gather and not a broadcast, because a broadcast's root is fixed when the graph is
-        made (mpi_ops.cc:988), and the leader changes every step.
-        """
+        """The leader's bytes. Every other rank passes an empty tensor."""
+        # A broadcast's root is fixed when the graph is made (mpi_ops.cc:988).
         with tf.device(self._device), tf.name_scope(_GATHER):
             return self._gather(offsets, name)
 
