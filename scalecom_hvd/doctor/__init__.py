@@ -10,7 +10,7 @@
     children.py   starts other processes, with a time limit
 
 Importing this package imports no framework: only probe.py and the ranks' programs do, in other
-processes. Imports config, plan and reference.
+processes.
 """
 
 from __future__ import annotations

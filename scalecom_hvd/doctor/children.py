@@ -1,6 +1,6 @@
-"""Starts the doctor's other processes, with a time limit and so that they find this package.
+"""Starts the doctor's other processes, so that they find this package.
 
-No process of a child outlives the time limit. Imports no other room.
+No process of a child outlives the time limit.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """What is on this machine, as plain values. findings.py says what is wrong with it.
 
-probe.py asks the frameworks, in processes of their own. Imports children, config and probe.
+probe.py asks the frameworks, in processes of their own.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -125,9 +126,8 @@ def _ask(
     """What the parts say whose packages are installed. limit: seconds for each process."""
 
     def ask(together: Sequence[str]) -> dict[str, dict[str, Any]]:
-        there = [
-            part for part in together if all(installed.get(name, True) for name in part.split("."))
-        ]
+        missing = {name for name in installed if not installed[name]}
+        there = [part for part in together if missing.isdisjoint(part.split("."))]
         if not there:
             return {}
         command = [sys.executable, "-m", "scalecom_hvd.doctor.probe", *there]
@@ -145,11 +145,10 @@ def _ask(
 def _interfaces() -> dict[str, str]:
     found = {}
     for folder in sorted(NETWORK.glob("*")):
-        try:  # an interface that is down has no speed, or -1
-            mbit = int((folder / "speed").read_text())
-        except (OSError, ValueError):
-            mbit = -1
-        found[folder.name] = f"{mbit} Mbit/s" if mbit > 0 else "speed unknown"
+        found[folder.name] = "speed unknown"
+        with contextlib.suppress(OSError, ValueError):  # if it is down, it has no speed, or -1
+            if (mbit := int((folder / "speed").read_text())) > 0:
+                found[folder.name] = f"{mbit} Mbit/s"
     return found
 
 

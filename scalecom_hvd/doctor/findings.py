@@ -1,6 +1,6 @@
 """What is wrong or missing according to the facts, and what to do about it.
 
-These are pure functions of `Facts`, so that tests can make facts up. Imports facts and children.
+These are pure functions of `Facts`, so that tests can make facts up.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Compares steps of simulated ranks on a GPU with those on the CPU, to the bit.
 
 `python -m scalecom_hvd.doctor.gpu_steps`, started by self_test.py. Kernels, formats, buckets and
-streams are those of a real run; only the transport stays inside this process. Imports rank_check,
-and methods and simulator of exchange/.
+streams are those of a real run; only the transport stays inside this process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The checks of both programs that the self-test's ranks run, step by step.
 
 Every rank computes the gradients of all ranks. So it knows what reference.py would average, and
-compares that with what it received. Imports config and reference.
+compares that with what it received.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ def check(
                 )
 
 
-def passed(kernel: str) -> None:
+def passed(kernel: type, more: str = "") -> None:
     """Report success, in one write because ranks share their output."""
-    sys.stdout.write(f"{PASSED}{STEPS} steps equal the reference's, {kernel}\n")
+    name = KERNELS.get(kernel.__name__, kernel.__name__)
+    sys.stdout.write(f"{PASSED}{STEPS} steps equal the reference's, {name}{more}\n")
     sys.stdout.flush()
 
 

@@ -1,7 +1,6 @@
 """The self-test: two ranks on this machine with each launcher that is installed.
 
-The ranks' programs are torch_rank.py and tensorflow_rank.py. Imports children, facts and
-rank_check.
+The ranks' programs are torch_rank.py and tensorflow_rank.py.
 """
 
 from __future__ import annotations
@@ -76,18 +75,19 @@ def run(test: Test, limit: float) -> Result:
     outcome = children.run(test.command, limit)
     seconds = time.monotonic() - start
     passed = [line for line in outcome.output.splitlines() if PASSED in line]
-    if outcome.code == 0 and len(passed) == test.ranks:
-        return Result(test.name, True, seconds, passed[0].partition(PASSED)[2], command)
-    return Result(test.name, False, seconds, "\n".join(_words_of(outcome)), command)
+    ok = outcome.code == 0 and len(passed) == test.ranks
+    says = passed[0].partition(PASSED)[2] if ok else _words_of(outcome)
+    return Result(test.name, ok, seconds, says, command)
 
 
-def _words_of(outcome: children.Outcome) -> list[str]:
+def _words_of(outcome: children.Outcome) -> str:
     """The first error in the output, and its last lines, which may be the launcher's own."""
     written = [line for line in outcome.output.splitlines() if line.strip()]
     earlier, last = written[:-SHOWN], written[-SHOWN:]
     errors = (i for i, line in enumerate(earlier) if ERROR.search(line))
     cause = next(([*earlier[i : i + 3], "..."] for i in errors), [])
-    return [*cause, *last, *([] if outcome.why in map(str.strip, last[-1:]) else [outcome.why])]
+    why = [] if outcome.why in map(str.strip, last[-1:]) else [outcome.why]
+    return "\n".join([*cause, *last, *why])
 
 
 def lines(result: Result) -> Iterator[str]:
@@ -102,12 +102,8 @@ def lines(result: Result) -> Iterator[str]:
 
 
 def _torchrun(*device: str) -> list[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    return [sys.executable, *torchrun, str(RANKS), *_rank("torch")[1:], "hook", *device]
-
-
-def _rank(framework: str) -> list[str]:
-    return [sys.executable, "-m", f"scalecom_hvd.doctor.{framework}_rank"]
+    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {RANKS}".split()
+    return [sys.executable, *torchrun, "-m", "scalecom_hvd.doctor.torch_rank", "hook", *device]
 
 
 def _on_horovod(facts: Facts, framework: str, launcher: str, *face: str) -> Test:
@@ -116,8 +112,9 @@ def _on_horovod(facts: Facts, framework: str, launcher: str, *face: str) -> Test
     if launcher == "horovodrun":
         name, more = "horovodrun --gloo", ["--gloo", "-H", f"localhost:{RANKS}"]
     start = [facts.programs.get(launcher, launcher), "-np", str(RANKS), *more]
+    rank = [sys.executable, "-m", f"scalecom_hvd.doctor.{framework}_rank", *face]
     name = f"{FRAMEWORKS[framework]} on Horovod, {name}"
-    return Test(name, [*start, *_rank(framework), *face], _why_not(facts, framework, launcher))
+    return Test(name, [*start, *rank], _why_not(facts, framework, launcher))
 
 
 def _why_not(facts: Facts, framework: str, launcher: str = "") -> str:

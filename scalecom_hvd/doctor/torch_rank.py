@@ -2,8 +2,7 @@
 
 `python -m scalecom_hvd.doctor.torch_rank FACE [DEVICE BACKEND]`, started by self_test.py under a
 launcher. FACE is "horovod" or "hook" (of DistributedDataParallel), DEVICE is "cpu" or "cuda", and
-BACKEND is one of torch.distributed's. Imports rank_check, kernels/choice of exchange/, and
-torch/ or ddp/, whichever is used.
+BACKEND is one of torch.distributed's.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from torch import nn
 from scalecom_hvd.doctor import rank_check
 from scalecom_hvd.exchange.kernels.choice import kernel_for
 from scalecom_hvd.lanes import Lanes
-from scalecom_hvd.reference import Array
 
 
 def make_model(device: torch.device) -> nn.Module:
@@ -62,17 +60,17 @@ def on_torch_distributed(device: str, backend: str) -> None:
     kernel = trained(dist.get_rank(), model, optimizer)
     try:  # only FSDP2 asks Gloo for averages
         check_averages(device=own)
-        rank_check.passed(f"{kernel}, also for FSDP2")
+        rank_check.passed(kernel, ", also for FSDP2")
     except RuntimeError as error:
-        rank_check.passed(f"{kernel}, but not with FSDP2: {error}")
+        rank_check.passed(kernel, f", but not with FSDP2: {error}")
     # With torch 2.13, a process may abort if Python ends while a thread of Gloo's still drops
     # tensors, with a hook or without. Nothing is left to do here, so Python's own end is skipped.
     dist.barrier()
     os._exit(0)
 
 
-def trained(rank: int, called: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Train a model, in its wrapper if it has one, and check each step. Gives the kernel's name."""
+def trained(rank: int, called: nn.Module, optimizer: torch.optim.Optimizer) -> type:
+    """Train a model, in its wrapper if it has one, and check each step. Gives the kernel."""
     bare = getattr(called, "module", called)
     named = dict(bare.named_parameters())
     device = next(called.parameters()).device
@@ -81,27 +79,24 @@ def trained(rank: int, called: nn.Module, optimizer: torch.optim.Optimizer) -> s
         rows = torch.from_numpy(rank_check.inputs(step, rank, 8, 30))
         return model(rows.to(device)).square().mean()
 
-    def gradients(step: int, rank: int) -> dict[str, Array]:
+    def gradients(step: int, rank: int) -> rank_check.Arrays:
         grads = torch.autograd.grad(loss(bare, step, rank), list(named.values()))
         return {name: grad.cpu().numpy() for name, grad in zip(named, grads, strict=True)}
 
-    def take_step(step: int) -> dict[str, Array]:
+    def take_step(step: int) -> rank_check.Arrays:
         optimizer.zero_grad()
         loss(called, step, rank).backward()
         optimizer.step()
         return {name: p.grad.cpu().numpy().copy() for name, p in named.items()}
 
     rank_check.check({name: tuple(p.shape) for name, p in named.items()}, gradients, take_step)
-    kernel = kernel_for(device, torch.float32, torch.float32, Lanes(4, 2)).__name__
-    return rank_check.KERNELS.get(kernel, kernel)
+    return kernel_for(device, torch.float32, torch.float32, Lanes(4, 2))
 
 
 def use_device(device: str, local_rank: int, ranks: int = rank_check.RANKS) -> torch.device:
-    """Have this rank use a device of its own, or share one if there are fewer than ranks.
+    """Have this rank use a device of its own, or share one if the machine has fewer than ranks.
 
-    Args:
-        device: "cpu", or the type of an accelerator.
-        local_rank, ranks: this rank's number on its machine, and how many ranks are there.
+    device: "cpu", or the type of an accelerator.
     """
     if device == "cpu":
         return torch.device("cpu")
