@@ -60,9 +60,8 @@ class GraphKernel:
         layout = Layout(geometries, has_scales=levels > 0)
         self._offsets_at = [layout.offsets[name] for name in geometries]
         self._scales_at = [layout.scales[name] for name in geometries]
-        self._sizes = [geometry.k for geometry in self._geometries]
         # In the buffer, offsets lie in the layout's order, not in the tensors' order.
-        self._order = sorted(range(len(self._geometries)), key=lambda i: self._offsets_at[i].start)
+        self._order = [list(geometries).index(name) for name in layout.offsets]
 
     def choose(
         self, grads: Tensors, residues: Tensors, scale: Scale, chooses: tf.Tensor
@@ -82,9 +81,8 @@ class GraphKernel:
             updated, values, chosen, bad.
         """
         updated, values, gradients, bad = [], [], [], []
-        for grad, m, index, at in zip(
-            grads, residues, self._indices(choice), self._scales_at, strict=True
-        ):
+        places = zip(self._indices(choice), self._scales_at, strict=True)
+        for grad, m, (index, at) in zip(grads, residues, places, strict=True):
             g, n_bad = _usable(grad, m.dtype, scale)
             value = _sendable(tf.gather(m, index), tf.gather(g, index), self._extra)
             finite = tf.math.is_finite(value)
@@ -107,7 +105,7 @@ class GraphKernel:
     ) -> Tensors:
         """For every gradient (its memory may be used), values / scale at I and zero elsewhere."""
         outputs = []
-        parts = tf.split(values, self._sizes)
+        parts = tf.split(values, [geometry.k for geometry in self._geometries])
         for grad, geometry, index, value in zip(
             grads, self._geometries, self._indices(choice), parts, strict=True
         ):
@@ -152,15 +150,11 @@ class NativeKernel:
     ) -> None:
         layout = Layout(geometries, has_scales=levels > 0)
         self._operations, self._levels, self._beta, self._extra = operations(), levels, beta, extra
-        self._lanes = [
-            number
-            for name, g in geometries.items()
-            for number in (
-                *(g.numel, g.k, g.width, g.rows, g.offset_width),
-                *(layout.offsets[name].start, layout.values[name].start),
-                *(levels, layout.scales[name].start),
-            )
-        ]
+        self._lanes: list[int] = []
+        for name, g in geometries.items():
+            self._lanes += [g.numel, g.k, g.width, g.rows, g.offset_width]
+            self._lanes += [layout.offsets[name].start, layout.values[name].start]
+            self._lanes += [levels, layout.scales[name].start]
 
     def _settings(self, scale: Scale) -> tf.Tensor:
         settings = self._beta, 1.0 if scale is None else scale, self._extra
