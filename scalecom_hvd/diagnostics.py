@@ -4,8 +4,7 @@ ScaleCom rests on two observations: workers' residues become alike, and so one w
 nearly as good as the true top-k of what all workers have together (Chen et al., NeurIPS 2020, arXiv
 2104.11125, sections 2 and 3). This module turns both into numbers of a user's own training.
 
-`Diagnostics` holds the settings, `draw` chooses the sample, `look` turns what was seen at the
-sample into numbers, and `Files` writes them down. Frameworks bring arrays of NumPy.
+Frameworks bring arrays of NumPy.
 """
 
 from __future__ import annotations
@@ -65,12 +64,11 @@ class Diagnostics:
 
     def __post_init__(self) -> None:
         for name, value in (("every", self.every), ("sample", self.sample)):
+            must = f"diagnostics: {name} must be"
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(
-                    f"diagnostics: {name} must be a whole number, such as 50, not {value!r}"
-                )
+                raise TypeError(f"{must} a whole number, such as 50, not {value!r}")
             if value < 1:
-                raise ValueError(f"diagnostics: {name} must be at least 1, not {value}")
+                raise ValueError(f"{must} at least 1, not {value}")
         Files("diagnostics", self.csv, self.tensorboard)
 
     @classmethod
@@ -116,14 +114,11 @@ def draw(geometries: Mapping[str, Lanes], sample: int) -> dict[str, Piece]:
         sample: about how many elements to draw. If there are no more than that, all are drawn.
     """
     share = sample / max(sum(geometry.numel for geometry in geometries.values()), 1)
-    return {
-        name: _draw_from(own, share, zlib.crc32(name.encode()))
-        for name, own in sorted(geometries.items())
-    }
+    return {name: _draw_from(own, share, name) for name, own in sorted(geometries.items())}
 
 
-def _draw_from(geometry: Lanes, share: float, seed: int) -> Piece:
-    random = np.random.default_rng(seed)
+def _draw_from(geometry: Lanes, share: float, name: str) -> Piece:
+    random = np.random.default_rng(zlib.crc32(name.encode()))
 
     def some(of: int) -> NDArray[np.int64]:
         if share >= 1:
@@ -262,11 +257,8 @@ def _quantile_plots(residues: Array) -> tuple[float | None, float | None]:
 class Files:
     """Where numbers are written: a CSV file, a directory of TensorBoard, both or none.
 
-    If writing to one of them fails, one warning is logged, and training goes on.
-
-    Args:
-        who: what asks for it, for errors.
-        table, tensorboard: the paths of the CSV file and of the directory, or None.
+    If writing to one of them fails, one warning is logged, and training goes on. who: what asks for
+    it, for errors.
 
     Raises:
         ImportError: TensorBoard is asked for, but not installed.

@@ -15,14 +15,8 @@ log = logging.getLogger("scalecom_hvd")
 
 # The numbers of stats() that are written, if there are such numbers.
 NAMES = (
-    "bytes_traffic",
-    "rate",
-    "rung",
-    "residue_norm",
-    "residue_ratio",
-    "skipped_steps",
-    "local_steps_skipped",
-    "leader",
+    *("bytes_traffic", "rate", "rung", "residue_norm", "residue_ratio"),
+    *("skipped_steps", "local_steps_skipped", "leader"),
 )
 
 
@@ -76,9 +70,7 @@ class Monitor:
                 "compresses, its compression, or a ScaleComState"
             )
         if every < 1:
-            raise ValueError(
-                f"monitor: every must be at least 1, not {every}. It is a number of steps"
-            )
+            raise ValueError(f"monitor: every must be a number of steps, at least 1, not {every}")
         self.line = ""
         self._every, self._calls, self._writer = every, 0, writer
         self._files = Files("monitor", None, tensorboard)
@@ -94,10 +86,8 @@ class Monitor:
         numbers = {name: found[name] for name in NAMES if found.get(name) is not None}
         said = []
         if "bytes_traffic" in numbers:
-            said += [
-                f"{numbers['bytes_traffic'] / 1e6:.3g} MB",
-                found.get("stage", f"rate {numbers['rate']:.3g}"),
-            ]
+            said.append(f"{numbers['bytes_traffic'] / 1e6:.3g} MB")
+            said.append(found.get("stage", f"rate {numbers['rate']:.3g}"))
         if "residue_ratio" in numbers:
             said.append(f"{numbers['residue_ratio']:.2g} gradients wait")
         skipped = numbers.get("skipped_steps", 0) + numbers.get("local_steps_skipped", 0)
