@@ -144,10 +144,8 @@ def check_output_layer(
 def check_length(total: int, warmup: int, rates: Iterable[float]) -> None:
     """Log one warning if a run is too short for its rates, with what to change.
 
-    Args:
-        total: how many exchanges the run will have.
-        warmup: how many of them come before the last stage.
-        rates: of the last stage.
+    total, warmup: how many exchanges there are, and how many before the last stage, which has
+    these rates.
     """
     rate, steps = max(rates, default=1.0), max(total - warmup, 0)
     if rate > 1 and steps / rate < SENDS_WANTED:
@@ -162,10 +160,7 @@ def keep_growing(residues: Sequence[Any], gradients: Sequence[Any], limit: float
     each norm of the gradients. One norm of the gradients may be near zero, for a batch that the
     model fits, but not all.
 
-    Args:
-        residues: the norms at the last three looks, the latest last; 0 if there was no look.
-        gradients: those of the gradients at the same steps.
-        limit: |waiting| / |g|.
+    residues, gradients: norms at the last three looks, the latest last; 0 if there was no look.
     """
     earliest, earlier, now = residues
     rising = (earliest > 0) & (earlier > GROWTH * earliest) & (now > GROWTH * earlier)
@@ -202,10 +197,7 @@ class Health:
         return ratio_of(self.norms)
 
     def skip(self, step: int, whose: str = "some rank") -> None:
-        """Note that a step did not count, because of a gradient of this rank, or of some rank.
-
-        Logs a warning if this came so often that perhaps no step will ever count again.
-        """
+        """Note that a step did not count. Warns if perhaps no step will ever count again."""
         self._skips += 1
         if self._skips == SKIPS_IN_A_ROW:
             log.warning(_SKIPPED, step, SKIPS_IN_A_ROW, whose)

@@ -306,10 +306,8 @@ class ScaleCom(Tracked, Compressor):
         self._take_up_residues(new)
         tensors.update(new)
         for tensor in new.values():
-            kept.residues[tensor.name], kept.recent_norms[tensor.name] = (
-                tensor.residue,
-                tensor.recent,
-            )
+            kept.residues[tensor.name] = tensor.residue
+            kept.recent_norms[tensor.name] = tensor.recent
         mine = {name: tensors[key] for name, key in keys.items()}
         label = _label(stream, list(variables))
         if label not in kept.progress:

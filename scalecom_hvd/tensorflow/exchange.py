@@ -103,9 +103,7 @@ class Exchange:
         self._names = agreement.Names()
         self._transport = Transport(arguments, self._names)
         # Make a function, because operations that run one by one have no names.
-        self._count_ranks = tf.function(
-            lambda fact: self._transport.sum(fact, "more"), autograph=False
-        )
+        self._count_ranks = tf.function(partial(self._transport.sum, name="more"), autograph=False)
         described = {
             name: (list(v.shape), v.dtype.name, f"rate {rates[name]:g}")
             for name, v in variables.items()
@@ -299,7 +297,7 @@ class Exchange:
             """For ScaleCom the step never happened; gradients are NaN, as loss scaling expects."""
             self.progress.skipped.assign_add(1)
             return {
-                name: tf.fill(average.shape, tf.constant(float("nan"), average.dtype))
+                name: tf.fill(average.shape, tf.constant(math.nan, average.dtype))
                 for name, average in averages.items()
             }
 

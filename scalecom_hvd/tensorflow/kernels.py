@@ -133,10 +133,8 @@ class GraphKernel:
         return tf.cond(chooses, choose, lambda: tf.zeros([0], tf.uint8))
 
     def _indices(self, offsets: tf.Tensor) -> list[tf.Tensor]:
-        return [
-            _indices(geometry, offsets[at])
-            for geometry, at in zip(self._geometries, self._offsets_at, strict=True)
-        ]
+        places = zip(self._geometries, self._offsets_at, strict=True)
+        return [_indices(geometry, offsets[at]) for geometry, at in places]
 
 
 class NativeKernel:

@@ -74,12 +74,8 @@ class Transport:
         self._process_set, self._device = arguments.process_set, arguments.device_dense
         self._names = names
         self._averages = arguments.op == horovod.Average
-        self._summation = {
-            "op": horovod.Sum,
-            "process_set": self._process_set,
-            "device_dense": self._device,
-            "ignore_name_scope": True,
-        }
+        where = {"process_set": self._process_set, "device_dense": self._device}
+        self._summation = where | {"op": horovod.Sum, "ignore_name_scope": True}
         self._reduction = self._summation | {"op": arguments.op}
         if self._averages:
             factor = arguments.gradient_predivide_factor

@@ -76,10 +76,8 @@ def load_model(
     (ScaleCom.load_state_dict, tf.train.Checkpoint).
     """
 
-    def wrap(optimizer_class: type) -> Any:
-        return lambda **fields: DistributedOptimizer(
-            optimizer_class(**fields), compression=compression
-        )
+    def wrap(make: type) -> Any:
+        return lambda **fields: DistributedOptimizer(make(**fields), compression=compression)
 
     return _implementation.load_model(
         tf.keras, wrap, filepath, custom_optimizers, custom_objects, legacy_opts
