@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TypeAlias
@@ -27,7 +28,20 @@ Tensors = Sequence[tf.Tensor]
 Scale: TypeAlias = tf.Tensor | None
 
 
-class GraphKernel:
+@dataclass(eq=False)
+class _Kernel:
+    """What both kernels know of a bucket's compressed tensors."""
+
+    geometries: Mapping[str, Lanes]
+    levels: int  # L of values that travel as integers; 0: as numbers
+    beta: float  # of the low-pass filter
+    extra: float  # this many times what waits is sent, too, unless g has the opposite sign
+
+    def __post_init__(self) -> None:
+        self._layout = Layout(self.geometries, has_scales=self.levels > 0)
+
+
+class GraphKernel(_Kernel):
     """The moves of one step on the compressed tensors of a bucket, in plain TensorFlow operations.
 
     For any device and both kinds of selection.
@@ -35,12 +49,6 @@ class GraphKernel:
     m: a residue.  g: a gradient times `scale`, with zero for bad elements.  I: the indices.
     An element of g is bad unless |g| <= config.largest_gradient. A value is bad unless it is
     finite.
-
-    Args:
-        geometries: {name: lanes} of the tensors.
-        levels: L of values that travel as integers; 0: as numbers.
-        beta: of the low-pass filter.
-        extra: this many times what waits is sent in addition, unless g has the opposite sign.
 
     Args and results that several moves share:
         grads, residues, updated: (N,) each, in the order of the geometries.
@@ -51,17 +59,6 @@ class GraphKernel:
         values: (k,), those of all tensors together, in the residues' dtype, or int8 for integers.
         bad: how many elements or values are bad; an int64 scalar.
     """
-
-    def __init__(
-        self, geometries: Mapping[str, Lanes], levels: int, beta: float, extra: float
-    ) -> None:
-        self._geometries = list(geometries.values())
-        self._levels, self._beta, self._extra = levels, beta, extra
-        layout = Layout(geometries, has_scales=levels > 0)
-        self._offsets_at = [layout.offsets[name] for name in geometries]
-        self._scales_at = [layout.scales[name] for name in geometries]
-        # In the buffer, offsets lie in the layout's order, not in the tensors' order.
-        self._order = [list(geometries).index(name) for name in layout.offsets]
 
     def choose(
         self, grads: Tensors, residues: Tensors, scale: Scale, chooses: tf.Tensor
@@ -81,17 +78,17 @@ class GraphKernel:
             updated, values, chosen, bad.
         """
         updated, values, gradients, bad = [], [], [], []
-        places = zip(self._indices(choice), self._scales_at, strict=True)
+        places = zip(self._indices(choice), self._layout.scales.values(), strict=True)
         for grad, m, (index, at) in zip(grads, residues, places, strict=True):
             g, n_bad = _usable(grad, m.dtype, scale)
-            value = _sendable(tf.gather(m, index), tf.gather(g, index), self._extra)
+            value = _sendable(tf.gather(m, index), tf.gather(g, index), self.extra)
             finite = tf.math.is_finite(value)
             value = sent = tf.where(finite, value, tf.zeros_like(value))
-            if self._levels:
+            if self.levels:
                 scales = scale_of_each(choice[at], value, m.dtype)
-                value = _integers(value, scales, self._levels)
+                value = _integers(value, scales, self.levels)
                 sent = times_scales(value, scales)
-            beta = _as_number(self._beta, m.dtype)
+            beta = _as_number(self.beta, m.dtype)
             m = tf.tensor_scatter_nd_sub(m, index[:, None], beta * sent)
             updated.append(m + beta * g)
             values.append(value)
@@ -105,57 +102,56 @@ class GraphKernel:
     ) -> Tensors:
         """For every gradient (its memory may be used), values / scale at I and zero elsewhere."""
         outputs = []
-        parts = tf.split(values, [geometry.k for geometry in self._geometries])
-        for grad, geometry, index, value in zip(
-            grads, self._geometries, self._indices(choice), parts, strict=True
-        ):
+        lanes = self.geometries.values()
+        parts = tf.split(values, [geometry.k for geometry in lanes])
+        for grad, own, index, value in zip(grads, lanes, self._indices(choice), parts, strict=True):
             kind = tf.float64 if grad.dtype == tf.float64 else tf.float32
             value = tf.cast(value, kind)
             if scale is not None:
                 value *= tf.cast(1 / scale, kind)
             value = tf.cast(value, grad.dtype)
-            outputs.append(tf.scatter_nd(index[:, None], value, [geometry.numel]))
+            outputs.append(tf.scatter_nd(index[:, None], value, [own.numel]))
         return outputs
 
     def _chosen(self, chooses: tf.Tensor, residues: Tensors, gradients: Tensors) -> tf.Tensor:
         """The scales of integers, then the offsets of the winners of |m + g|; or nothing."""
 
         def choose() -> tf.Tensor:
-            winners, scales = [], []
-            for m, g, geometry in zip(residues, gradients, self._geometries, strict=True):
-                winners.append(_winners(tf.abs(m + g), geometry))
-                if self._levels:
-                    index = _indices(geometry, winners[-1])
-                    sendable = _sendable(tf.gather(m, index), tf.gather(g, index), self._extra)
-                    scales.append(as_bytes(_scales(sendable, geometry.k, self._levels)))
-            return tf.concat([*scales, *(winners[i] for i in self._order)], 0)
+            winners, scales = {}, []
+            named = self.geometries.items()
+            for m, g, (name, own) in zip(residues, gradients, named, strict=True):
+                winners[name] = _winners(tf.abs(m + g), own)
+                if self.levels:
+                    index = _indices(own, winners[name])
+                    sendable = _sendable(tf.gather(m, index), tf.gather(g, index), self.extra)
+                    scales.append(as_bytes(_scales(sendable, own.k, self.levels)))
+            # In the buffer, offsets lie in the layout's order, not in the tensors' order.
+            return tf.concat([*scales, *(winners[name] for name in self._layout.offsets)], 0)
 
         return tf.cond(chooses, choose, lambda: tf.zeros([0], tf.uint8))
 
     def _indices(self, offsets: tf.Tensor) -> list[tf.Tensor]:
-        places = zip(self._geometries, self._offsets_at, strict=True)
-        return [_indices(geometry, offsets[at]) for geometry, at in places]
+        at = self._layout.offsets
+        return [_indices(own, offsets[at[name]]) for name, own in self.geometries.items()]
 
 
-class NativeKernel:
+class NativeKernel(_Kernel):
     """The same moves by the C kernel (native/tensorflow_ops.c), for lanes in the CPU's memory.
 
     Every move is one operation. Only GraphKernel has exact selection.
     """
 
-    def __init__(
-        self, geometries: Mapping[str, Lanes], levels: int, beta: float, extra: float
-    ) -> None:
-        layout = Layout(geometries, has_scales=levels > 0)
-        self._operations, self._levels, self._beta, self._extra = operations(), levels, beta, extra
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._operations, at = operations(), self._layout
         self._lanes: list[int] = []
-        for name, g in geometries.items():
+        for name, g in self.geometries.items():
             self._lanes += [g.numel, g.k, g.width, g.rows, g.offset_width]
-            self._lanes += [layout.offsets[name].start, layout.values[name].start]
-            self._lanes += [levels, layout.scales[name].start]
+            self._lanes += [at.offsets[name].start, at.values[name].start]
+            self._lanes += [self.levels, at.scales[name].start]
 
     def _settings(self, scale: Scale) -> tf.Tensor:
-        settings = self._beta, 1.0 if scale is None else scale, self._extra
+        settings = self.beta, 1.0 if scale is None else scale, self.extra
         return tf.stack([_as_number(x, tf.float64) for x in settings])
 
     def choose(
@@ -168,7 +164,7 @@ class NativeKernel:
     def take_and_accumulate(
         self, grads: Tensors, residues: Tensors, scale: Scale, chooses: tf.Tensor, choice: tf.Tensor
     ) -> tuple[Tensors, tf.Tensor, tf.Tensor, tf.Tensor]:
-        dtype = tf.int8 if self._levels else residues[0].dtype
+        dtype = tf.int8 if self.levels else residues[0].dtype
         return self._operations.scalecom_take_and_accumulate(
             grads, residues, self._settings(scale), chooses, choice, lanes=self._lanes, W=dtype
         )
