@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -50,6 +51,7 @@ class BucketResult(NamedTuple):
     chosen: list[tf.Tensor]
 
 
+@dataclass(eq=False)
 class Bucket:
     """Tensors that share their collectives.
 
@@ -58,26 +60,25 @@ class Bucket:
     one more word, and nothing is dense.
 
     Attributes:
-        names: of all its variables.
         compressed: the tensors whose offsets and values travel.
         layout: where these lie in the buffers.
     """
 
-    def __init__(
-        self,
-        number: int,
-        names: list[str],
-        variables: Mapping[str, tf.Variable],
-        tensors: Mapping[str, CompressedTensor],
-        progress: Progress,
-        transport: Transport,
-        config: ScaleComConfig,
+    number: int  # its position among the exchange's buckets
+    names: list[str]  # of all its variables
+    variables: InitVar[Mapping[str, tf.Variable]]
+    tensors: InitVar[Mapping[str, CompressedTensor]]
+    progress: Progress
+    transport: Transport
+    config: ScaleComConfig
+
+    def __post_init__(
+        self, variables: Mapping[str, tf.Variable], tensors: Mapping[str, CompressedTensor]
     ) -> None:
-        self._number, self.names = number, names
+        names, config = self.names, self.config
         self.compressed = [tensors[name] for name in names if name in tensors]
         self._dense = [name for name in names if name not in tensors]
         self._elements = {name: math.prod(variables[name].shape) for name in names}
-        self._progress, self._transport, self._config = progress, transport, config
         self._dtype = variables[names[0]].dtype
         self._dense_dtype = tf.float64 if self._dtype == tf.float64 else tf.float32
         self._levels = config.levels if self.compressed else 0
@@ -110,12 +111,12 @@ class Bucket:
 
     def _average_whole(self, grads: Mapping[str, tf.Tensor], now: Now) -> BucketResult:
         wide = [tf.cast(grads[name], self._dense_dtype) for name in self.names]
-        averages = self._transport.average_each(wide, f"whole.{self._number}")
+        averages = self.transport.average_each(wide, f"whole.{self.number}")
         # No count is needed: if a worker's gradient is not finite, the average is not either.
         averages = [tf.cast(average, self._dtype) for average in averages]
         residues = [tensor.residue.read_value() for tensor in self.compressed]
         chosen = []
-        if self._config.lookahead and self.compressed:
+        if self.config.lookahead and self.compressed:
             # For the next step's leader, the gradient just sent is the best guess.
             own = [grads[tensor.name] for tensor in self.compressed]
             offered = self._kernel.choose(own, residues, now.scale, self._chooses(now, 1))
@@ -128,14 +129,14 @@ class Bucket:
         if self.compressed:
             residues = [tensor.residue.read_value() for tensor in self.compressed]
             chooses = tf.constant(False)
-            if self._config.lookahead:
+            if self.config.lookahead:
                 choice, chooses = self._held_choice(), self._chooses(now, 1)
             else:
                 offered = self._kernel.choose(own, residues, now.scale, self._chooses(now, 0))
                 choice = self._from_leader(offered)
             after = self._kernel.take_and_accumulate(own, residues, now.scale, chooses, choice)
             updated, values, offered, bad = list(after[0]), *after[1:]
-            if self._config.lookahead:
+            if self.config.lookahead:
                 chosen = self._split_choice(self._from_leader(offered))
             parts.append(tf.ensure_shape(values, [self.layout.n_values]))
         if self._dense:
@@ -152,7 +153,7 @@ class Bucket:
             dense = []
         else:
             parts.append(tf.cast(is_bad, self._wire_dtype)[None])
-            averaged = self._transport.average(tf.concat(parts, 0), f"values.{self._number}")
+            averaged = self.transport.average(tf.concat(parts, 0), f"values.{self.number}")
             sizes = [self.layout.n_values, *(self._elements[name] for name in self._dense), 1]
             values, *dense, count = tf.split(averaged, sizes)
         narrow = [tf.cast(average, self._dtype) for average in dense]
@@ -173,28 +174,28 @@ class Bucket:
         k = self.layout.n_values
         packed = pack_integers(integers, k, self._levels, now.size)
         buffer = tf.concat([packed, tf.cast(is_bad, tf.int32)[None]], 0)
-        summed = self._transport.sum(buffer, f"values.{self._number}")
+        summed = self.transport.sum(buffer, f"values.{self.number}")
         sums = unpack_integers(summed[:-1], k, self._levels, now.size)
         scaled = []
         for own, part in zip(self.compressed, tf.split(sums, self._sizes), strict=True):
             scales = kernels.scale_of_each(choice[self.layout.scales[own.name]], part, own.dtype)
             scaled.append(kernels.times_scales(part, scales))
-        return self._transport.share_of(tf.concat(scaled, 0), now.size), summed[-1:]
+        return self.transport.share_of(tf.concat(scaled, 0), now.size), summed[-1:]
 
     def _chooses(self, now: Now, later: int) -> tf.Tensor:
         """Whether this rank is the leader `later` steps from now."""
-        staggered = self._config.leader == "staggered"
-        chooser = leader(now.step + later, self._number, tf.cast(now.size, tf.int64), staggered)
+        staggered = self.config.leader == "staggered"
+        chooser = leader(now.step + later, self.number, tf.cast(now.size, tf.int64), staggered)
         return tf.equal(chooser, tf.cast(now.position, tf.int64))
 
     def _from_leader(self, offered: tf.Tensor) -> tf.Tensor:
         message = pack_choice(offered, self.layout)
-        received = self._transport.from_leader(message, f"offsets.{self._number}")
+        received = self.transport.from_leader(message, f"offsets.{self.number}")
         return unpack_choice(received, self.layout)
 
     def _held_choice(self) -> tf.Tensor:
         """The choice that came during the last step, in the layout's order."""
-        offsets, scales, at = self._progress.offsets, self._progress.scales, self.layout.offsets
+        offsets, scales, at = self.progress.offsets, self.progress.scales, self.layout.offsets
         held = [scales[own.name].read_value() for own in self.compressed if self._levels]
         in_layout = sorted(at, key=lambda name: at[name].start)
         rows = [offsets[name].read_value() for name in in_layout]
@@ -214,9 +215,9 @@ class Bucket:
         """Make the step count: residues and the choice become what `average` gave."""
         held = [tensor.residue for tensor in self.compressed]
         if result.chosen:
-            held += [self._progress.offsets[tensor.name] for tensor in self.compressed]
+            held += [self.progress.offsets[tensor.name] for tensor in self.compressed]
             if self._levels:
-                held += [self._progress.scales[tensor.name] for tensor in self.compressed]
+                held += [self.progress.scales[tensor.name] for tensor in self.compressed]
         new = [*result.updated, *result.chosen]
         for variable, value in zip(held, new, strict=True):
             variable.assign(value)

@@ -26,6 +26,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -66,17 +67,9 @@ _OTHER_STEP = "training goes on at step %d, but this rank's residues are from st
 _kept: dict[str, dict[str, Any]] | None = None
 
 
+@dataclass(eq=False)
 class Exchange:
     """The exchange of a fixed set of variables.
-
-    Args:
-        variables: {name: variable} of all whose gradients were asked for.
-        tensors: the compressed ones among them.
-        rates: {name: rate} of the variables.
-        progress: how far the exchange has come.
-        config: the settings.
-        arguments: the arguments of its optimizer or tape.
-        sparse: names of other variables, whose gradients are sparse.
 
     Attributes:
         members: names of the variables that have a gradient on some rank. Only these take part; a
@@ -85,35 +78,30 @@ class Exchange:
         function: `average` as a function of TensorFlow, for eager steps.
     """
 
-    def __init__(
-        self,
-        variables: dict[str, tf.Variable],
-        tensors: dict[str, CompressedTensor],
-        rates: Mapping[str, float],
-        progress: Progress,
-        config: ScaleComConfig,
-        arguments: Arguments,
-        sparse: Sequence[str],
-    ) -> None:
-        self.variables, self.tensors, self.rates = variables, tensors, rates
-        self.progress, self.config, self.arguments = progress, config, arguments
+    variables: dict[str, tf.Variable]  # by name: all whose gradients were asked for
+    tensors: dict[str, CompressedTensor]  # the compressed ones among them
+    rates: Mapping[str, float]  # of the variables
+    progress: Progress  # how far the exchange has come
+    config: ScaleComConfig
+    arguments: Arguments  # of its optimizer or tape
+    sparse: Sequence[str]  # names of other variables, whose gradients are sparse
+
+    def __post_init__(self) -> None:
         self.members: set[str] = set()
         self.buckets: list[Bucket] = []
         self.function = tf.function(self.average, autograph=False)
         self._names = agreement.Names()
-        self._transport = Transport(arguments, self._names)
+        self._transport = Transport(self.arguments, self._names)
         # Make a function, because operations that run one by one have no names.
         self._count_ranks = tf.function(partial(self._transport.sum, name="more"), autograph=False)
         described = {
-            name: (list(v.shape), v.dtype.name, f"rate {rates[name]:g}")
-            for name, v in variables.items()
+            name: (list(v.shape), v.dtype.name, f"rate {self.rates[name]:g}")
+            for name, v in self.variables.items()
         }
-        settings = {"sparse_as_dense": arguments.sparse_as_dense}
+        settings = {"sparse_as_dense": self.arguments.sparse_as_dense}
         # What must be the same on all ranks.
-        self._description = agreement.describe(config.to_dict(), settings, described) | {
-            "groups": self._groups,
-            "sparse gradients": list(sparse),
-        }
+        self._description = agreement.describe(self.config.to_dict(), settings, described)
+        self._description |= {"groups": self._groups, "sparse gradients": self.sparse}
 
     def agree(self, present: Iterable[str], residues_of: int | None) -> None:
         """Compare settings and tensors of all ranks; agree on members, names and the step.
