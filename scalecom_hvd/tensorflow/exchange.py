@@ -129,7 +129,7 @@ class Exchange:
         set_value(self.progress.step, step)
         if not all(theirs["ahead"] for theirs in everyone):
             set_value(self.progress.ahead, False)
-        before, size = int(value_of(self.progress.ranks)), self._transport.size
+        before, size = int(value_of(self.progress.ranks)), self.arguments.process_set.size()
         if before not in (0, size):
             log.warning(_OTHER_RANKS, before, size)
         set_value(self.progress.ranks, size)
@@ -169,8 +169,8 @@ class Exchange:
                 traced function, gradients that the others' functions do not send; those functions
                 are not traced again.
         """
-        mine = self._description
-        agreement.compare_ranks([*[agreed] * max(self._transport.position, 1), mine], list(mine))
+        mine, position = self._description, self.arguments.process_set.rank()
+        agreement.compare_ranks([*[agreed] * max(position, 1), mine], list(mine))
         self._names.use(agreed["name"])
         self._make_buckets(set(agreed["members"]))
         more = sorted(given - self.members)
@@ -188,7 +188,7 @@ class Exchange:
         if mine != step:
             log.warning(_OTHER_STEP, step, mine)
         set_value(self.progress.step, step)
-        set_value(self.progress.ranks, self._transport.size)
+        set_value(self.progress.ranks, self.arguments.process_set.size())
         if not ahead:
             set_value(self.progress.ahead, False)
 
@@ -341,7 +341,7 @@ class Exchange:
         whole, step = bool(value_of(self.progress.whole)), int(value_of(self.progress.step))
         compressing = [bucket for bucket in self.buckets if bucket.compressed]
         with_offsets = compressing if self.config.lookahead or not whole else []
-        size, staggered = self._transport.size, self.config.leader == "staggered"
+        size, staggered = self.arguments.process_set.size(), self.config.leader == "staggered"
         sent = [bucket.bytes_sent(size, whole) for bucket in self.buckets]
         last = step_stats(
             size,

@@ -81,21 +81,11 @@ class Transport:
             factor = arguments.gradient_predivide_factor
             self._reduction |= {"prescale_factor": 1 / factor, "postscale_factor": factor}
 
-    @property
-    def size(self) -> int:
-        """How many ranks take part."""
-        return self._process_set.size()
-
-    @property
-    def position(self) -> int:
-        """This rank's position in the process set, 0 .. size-1."""
-        return self._process_set.rank()
-
     def size_and_position(self) -> tuple[int | tf.Tensor, int | tf.Tensor]:
-        """Both as they are when the graph runs; plain numbers if they cannot change."""
+        """Of the process set, when the graph runs; plain numbers if they cannot change."""
         if is_elastic() and self._process_set.process_set_id == 0:
             return horovod.size_op(), horovod.rank_op()
-        return self.size, self.position
+        return self._process_set.size(), self._process_set.rank()
 
     def from_leader(self, offsets: tf.Tensor, name: str) -> tf.Tensor:
         """The leader's bytes. Every other rank passes an empty tensor."""
