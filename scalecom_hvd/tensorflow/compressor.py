@@ -267,8 +267,9 @@ class ScaleCom(Tracked, Compressor):
             or exchange.lacks(given)
         ):
             members = set() if exchange is None else exchange.members
-            exchange = make()
-            exchange.agree(sorted(given | members), self._residues_of())
+            exchange, place = make(), self._settings.place
+            same_ranks = place.get("ranks") == horovod.size() and not is_elastic()
+            exchange.agree(sorted(given | members), place.get("rank") if same_ranks else None)
             self._settings.note_place(_place(True))
             known[key] = exchange
         self._bound.last.update((variable.ref(), exchange) for variable in variables)
@@ -314,12 +315,6 @@ class ScaleCom(Tracked, Compressor):
             kept.progress[label] = self._make_progress(stream, label, variables, mine.values())
         progress = kept.progress[label]
         return Exchange(variables, mine, rates, progress, self.config, arguments, sparse)
-
-    def _residues_of(self) -> int | None:
-        """The rank whose residues these are; None if that is unknown."""
-        place = self._settings.place
-        same_ranks = place.get("ranks") == horovod.size() and not is_elastic()
-        return place.get("rank") if same_ranks else None
 
     def _make_progress(
         self, stream: int, label: str, names: Iterable[str], tensors: Iterable[CompressedTensor]

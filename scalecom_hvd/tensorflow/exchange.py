@@ -101,6 +101,10 @@ class Exchange:
         settings = {"sparse_as_dense": self.arguments.sparse_as_dense}
         # What must be the same on all ranks.
         self._description = agreement.describe(self.config.to_dict(), settings, described)
+        groups = self.arguments.groups
+        if isinstance(groups, list):
+            groups = [list(map(id, group)) for group in groups]
+        self._groups = group_names(groups, {id(v): name for name, v in self.variables.items()})
         self._description |= {"groups": self._groups, "sparse gradients": self.sparse}
 
     def agree(self, present: Iterable[str], residues_of: int | None) -> None:
@@ -206,14 +210,6 @@ class Exchange:
             for names in split(own, self._kind_of, bytes_of.__getitem__, limit):
                 self.buckets.append(Bucket(len(self.buckets), names, *rest))
 
-    @property
-    def _groups(self) -> list[list[str]] | None:
-        """Horovod's `groups` as lists of names."""
-        groups = self.arguments.groups
-        if isinstance(groups, list):
-            groups = [list(map(id, group)) for group in groups]
-        return group_names(groups, {id(v): name for name, v in self.variables.items()})
-
     def _kind_of(self, name: str) -> tuple[str, tf.DType, tf.DType]:
         """A variable's device, its dtype, and its dtype on the wire."""
         variable, tensor = self.variables[name], self.tensors.get(name)
@@ -252,7 +248,10 @@ class Exchange:
         }
         size, position = self._transport.size_and_position()
         unscaling = None if scale is None else 1 / tf.cast(scale, tf.float64)
-        now = Now(step, size, position, unscaling, self._must_send_whole(step))
+        whole = step < self.config.warmup_steps if self.config.warmup_steps else False
+        if self.config.lookahead and self.tensors:
+            whole = ~self.progress.ahead.read_value() | whole
+        now = Now(step, size, position, unscaling, whole)
         results = [bucket.average(flat, now) for bucket in self.buckets]
         sound = tf.reduce_all([others_are_finite, *(result.sound for result in results)])
 
@@ -328,13 +327,6 @@ class Exchange:
         tf.cond(growing & ~warned, warn, tf.no_op)
         self.progress.norms.assign(norms)
         return self.progress.warned.assign(warned | growing, read_value=False)
-
-    def _must_send_whole(self, step: tf.Tensor) -> bool | tf.Tensor:
-        """Whether this step is sent whole: False, or a tensor."""
-        whole = step < self.config.warmup_steps if self.config.warmup_steps else False
-        if self.config.lookahead and self.tensors:
-            whole = ~self.progress.ahead.read_value() | whole
-        return whole
 
     def stats(self) -> dict[str, int | float | None]:
         """Numbers of the last step taken; see ScaleCom.stats."""
