@@ -119,12 +119,8 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
     s, c = setting(arguments), constants(arguments.nccl)
     rows = compare(s, c, sorted({4, 16, arguments.local_steps or 4}))
     if arguments.json:
-        report = {
-            "setting": dataclasses.asdict(s),
-            "methods": [row._asdict() for row in rows],
-            "recommended": recommended(rows).label,
-        }
-        yield json.dumps(report, indent=1)
+        report = {"setting": dataclasses.asdict(s), "methods": [row._asdict() for row in rows]}
+        yield json.dumps(report | {"recommended": recommended(rows).label}, indent=1)
         return
     paragraphs = [heading(s, arguments.nccl), "", *table(rows), ""]
     paragraphs += [*advice(s, c, rows, arguments.steps), "", caveats(s, arguments.nccl)]
@@ -196,9 +192,8 @@ def recommended(rows: list[Row]) -> Row:
 
     Simpler ones cost less accuracy.
     """
-    by_name = {row.method: row for row in rows}
     names = ("dense", "fp16", NODES, "ScaleCom staggered", "ScaleCom look-ahead")
-    candidates = [by_name[name] for name in names if name in by_name]
+    candidates = [row for name in names for row in rows if row.method == name]
     fastest = min(row.milliseconds for row in candidates)
     return next(row for row in candidates if row.milliseconds <= WORTH_IT * fastest)
 
@@ -233,7 +228,7 @@ def advice(s: Setting, c: Constants, rows: list[Row], steps: int | None) -> Iter
             f"Leave compression out: it would not make steps {WORTH_IT:g} times as fast here, and "
             f"dense training costs no accuracy.{_whole_run([dense], steps)}"
         )
-        ours = list(AVERAGING)[-2:]
+        ours = "ScaleCom staggered", "ScaleCom look-ahead"
         ends = max(scaling.where_the_gain_ends(name, s, c, WORTH_IT) for name in ours)
         if ends > 0.01:
             yield f"- ScaleCom would pay on networks slower than {_speed(ends)}."

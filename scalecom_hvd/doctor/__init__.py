@@ -55,12 +55,12 @@ def examine(arguments: argparse.Namespace, found: list[findings.Finding]) -> Ite
         yield from (*facts.lines(there), "", f"Self-test: {two if tests else 'skipped.'}")
     results, again = [], "its last lines are above. To run it again:"
     for test in tests:
-        results.append(self_test.run(test, arguments.limit))
-        if results[-1].ok is False:
+        results.append(result := self_test.run(test, arguments.limit))
+        if result.ok is False:
             fails = f"the self-test fails: {test.name}"
-            found.append(findings.Finding(findings.WRONG, fails, again, results[-1].command))
+            found.append(findings.Finding(findings.WRONG, fails, again, result.command))
         if not arguments.json:
-            yield from self_test.lines(results[-1])
+            yield from self_test.lines(result)
     if not arguments.json:
         yield from ("", *findings.lines(found))
         return
