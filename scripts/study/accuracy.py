@@ -16,7 +16,7 @@ import runpy
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
 
 import launch
 
+RANKS = 4
 # What all runs of an experiment share.
 DIGITS = ("--lr", "0.0025", "--batch-size", "32", "--steps", "600")
 # Here beta = 1 fails: the learning rate is large, batches are small, and there is no batch
@@ -83,13 +84,13 @@ class Run:
     """One training run. name: the name of its JSON file."""
 
     name: str
-    experiment: str
+    experiment: Experiment
     method: str
-    seed: int
-    script: str
     options: tuple[str, ...]
-    forget: bool
-    launcher: str
+
+    @property
+    def way(self) -> Way:
+        return self.experiment.methods[self.method]
 
 
 def main() -> None:
@@ -98,29 +99,24 @@ def main() -> None:
     runs = planned_runs(args)
     missing = [run for run in runs if finished(run, args.output) is None]
     for number, run in enumerate(missing, start=1):
-        what = f"{run.experiment}: {run.method}, seed {run.seed}"
-        print(f"[{number}/{len(missing)}] {what}; results in {args.output}", flush=True)
-        train(run, args)
+        print(f"[{number}/{len(missing)}] {run.name}; results in {args.output}", flush=True)
+        train(run, args.output)
     print(table(runs, args.output))
-    found = json.dumps(summary(runs, args.output), indent=1)
-    (args.output / "summary.json").write_text(f"{found}\n")
 
 
 def planned_runs(args: argparse.Namespace) -> list[Run]:
     runs = []
     for key in args.only or EXPERIMENTS:
         experiment = EXPERIMENTS[key]
-        options = experiment.options
-        if args.quick:
-            options = (*options, "--steps", str(QUICK_STEPS[key]))
+        shorter = ("--steps", str(QUICK_STEPS[key])) if args.quick else ()
         for seed in args.seeds[:1] if args.quick else args.seeds:
+            more = (*shorter, "--seed", str(seed), "--evaluate-every", "1000000")
             for method, way in experiment.methods.items():
                 label = "".join(c if c.isalnum() or c == "." else "-" for c in method)
-                name = f"{key}-{'quick-' if args.quick else ''}{label}-ranks{args.ranks}-seed{seed}"
-                more = ("--seed", str(seed), "--evaluate-every", "1000000")
-                all_options = (*options, *way.options, *more)
-                script, how = experiment.script, (way.forget, way.launcher)
-                runs.append(Run(name, key, method, seed, script, all_options, *how))
+                name = f"{key}-{'quick-' if args.quick else ''}{label}-seed{seed}"
+                runs.append(
+                    Run(name, experiment, method, (*experiment.options, *way.options, *more))
+                )
     return runs
 
 
@@ -130,23 +126,23 @@ def finished(run: Run, folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     stored = json.loads(path.read_text())
-    return stored if stored["options"] == list(run.options) else None
+    return stored["result"] if stored["options"] == list(run.options) else None
 
 
-def train(run: Run, args: argparse.Namespace) -> None:
+def train(run: Run, folder: Path) -> None:
     """Make a run. The ranks' progress bar and errors go directly to the terminal."""
-    script = Path(__file__).resolve().parents[1] / "examples" / f"{run.script}.py"
-    metrics = args.output / f"{run.name}.jsonl"
+    script = Path(__file__).resolve().parents[1] / "examples" / f"{run.experiment.script}.py"
+    metrics = folder / f"{run.name}.jsonl"
     metrics.unlink(missing_ok=True)
-    program = [*[__file__, WITHOUT_RESIDUES] * run.forget, str(script), *run.options]
-    command = launch.command(run.launcher, args.ranks, [*program, "--metrics", str(metrics)])
+    program = [*[__file__, WITHOUT_RESIDUES] * run.way.forget, str(script), *run.options]
+    command = launch.command(run.way.launcher, RANKS, [*program, "--metrics", str(metrics)])
     returncode = subprocess.run(command, env=launch.environment()).returncode
     if returncode != 0:
         failed = f"a run failed with exit status {returncode}"
         sys.exit(f"{failed}; finished runs are kept, and a second call goes on from there")
     result = json.loads(metrics.read_text().splitlines()[-1])
-    found = json.dumps(asdict(run) | {"result": result}, indent=1)
-    (args.output / f"{run.name}.json").write_text(f"{found}\n")
+    found = json.dumps({"options": run.options, "result": result}, indent=1)
+    (folder / f"{run.name}.json").write_text(f"{found}\n")
 
 
 def train_without_residues(script: str) -> None:
@@ -164,60 +160,33 @@ def train_without_residues(script: str) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-# reporting
-
-
-def summary(runs: list[Run], folder: Path) -> list[dict[str, Any]]:
-    """One entry per experiment and method.
-
-    It has the mean and standard deviation over seeds, in per cent or bits.
-    """
-    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for run in runs:
-        stored = finished(run, folder)
-        if stored is None:
-            raise RuntimeError(f"{run.name} left no result in {folder}")
-        rows.setdefault((run.experiment, run.method), []).append(stored["result"])
-    entries = []
-    for (key, method), results in rows.items():
-        metric = EXPERIMENTS[key].metric
-        values = [result[metric] * (100 if metric == "acc9" else 1) for result in results]
-        entries.append(
-            {
-                "experiment": key,
-                "method": method,
-                "steps": results[0]["step"],
-                "metric": metric,
-                "mean": statistics.mean(values),
-                "deviation": statistics.stdev(values) if len(values) > 1 else None,
-                "values": values,
-                "mb_per_step": results[0]["bytes_per_step"] / 1e6,
-            }
-        )
-    return entries
-
-
 def table(runs: list[Run], folder: Path) -> str:
-    """The summary in Markdown."""
+    """Means and deviations over seeds, in Markdown; per cent, or bits."""
+    results: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in runs:
+        results.setdefault((run.experiment.title, run.method), []).append(finished(run, folder))
+    metrics = {run.experiment.title: run.experiment.metric for run in runs}
     lines = [
         "| experiment | steps | seeds | method | result | against dense | MB per worker and step |",
         "|---|---|---|---|---|---|---|",
     ]
     dense: dict[str, float] = {}
-    for entry in summary(runs, folder):
-        baseline = dense.setdefault(entry["experiment"], entry["mean"])
-        percent = entry["metric"] == "acc9"
-        digits, unit = (1, f"% {entry['metric']}") if percent else (3, "bits per character")
-        spread = f" ± {entry['deviation']:.{digits}f}" if entry["deviation"] is not None else ""
-        difference = "" if entry["method"] == "dense" else f"{entry['mean'] - baseline:+.{digits}f}"
-        title = EXPERIMENTS[entry["experiment"]].title
-        result = f"{entry['mean']:.{digits}f}{spread} {unit}"
-        megabytes, seeds = f"{entry['mb_per_step']:.3f}", len(entry["values"])
-        cells = (title, entry["steps"], seeds, entry["method"], result, difference, megabytes)
+    for (title, method), own in results.items():
+        metric = metrics[title]
+        scale, digits, unit = (
+            (100, 1, "% acc9") if metric == "acc9" else (1, 3, "bits per character")
+        )
+        values = [scale * result[metric] for result in own]
+        mean = statistics.mean(values)
+        baseline = dense.setdefault(title, mean)
+        spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+        difference = "" if method == "dense" else f"{mean - baseline:+.{digits}f}"
+        megabytes = f"{own[0]['bytes_per_step'] / 1e6:.3f}"
+        shown = f"{mean:.{digits}f}{spread} {unit}"
+        cells = (title, own[0]["step"], len(own), method, shown, difference, megabytes)
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     nine = "acc9: accuracy over the nine one-pixel shifts of the 360 test images"
-    lines += ["", f"{nine}; ±: standard deviation over seeds."]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"{nine}; ±: standard deviation over seeds."])
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -231,7 +200,6 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--seeds", type=numbers, default=[1, 2, 3], help="default: 1,2,3")
     only = "repeatable; default: all"
     add("--only", action="append", choices=sorted(EXPERIMENTS), help=only)
-    add("--ranks", type=int, default=4, help="default: %(default)s")
     return parser
 
 
