@@ -143,37 +143,19 @@ def load(run: Run, folder: Path) -> dict[str, Any] | None:
 
 
 def argument_parser() -> argparse.ArgumentParser:
+    def seeds(text: str) -> tuple[int, ...]:
+        return tuple(int(seed) for seed in text.split(","))
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("study"),
-        help="folder for runs and tables (default: %(default)s)",
-    )
-    parser.add_argument("--quick", action="store_true", help="one seed, shorter runs")
-    parser.add_argument(
-        "--task",
-        action="append",
-        help=(
-            f"repeatable: {', '.join(study_tasks.TASKS)}, or a file (default: "
-            f"{', '.join(STANDARD_TASKS)})"
-        ),
-    )
-    parser.add_argument(
-        "--only", action="append", choices=EXPERIMENTS, help="repeatable; default: all"
-    )
-    parser.add_argument(
-        "--seeds",
-        type=lambda text: tuple(int(seed) for seed in text.split(",")),
-        default=(1, 2, 3, 4, 5),
-        help="where methods are compared; elsewhere the first of them (default: 1,2,3,4,5)",
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=os.cpu_count() or 1,
-        help="runs at a time (default: one per core)",
-    )
+    add, cores = parser.add_argument, os.cpu_count() or 1
+    add("--output", type=Path, default=Path("study"), help="folder (default: %(default)s)")
+    add("--quick", action="store_true", help="one seed, shorter runs")
+    known = f"repeatable: {', '.join(study_tasks.TASKS)}, or a file"
+    add("--task", action="append", help=f"{known} (default: {', '.join(STANDARD_TASKS)})")
+    add("--only", action="append", choices=EXPERIMENTS, help="repeatable; default: all")
+    where = "where methods are compared; elsewhere the first of them (default: 1,2,3,4,5)"
+    add("--seeds", type=seeds, default=(1, 2, 3, 4, 5), help=where)
+    add("--processes", type=int, default=cores, help="runs at a time (default: one per core)")
     return parser
 
 
