@@ -45,7 +45,6 @@ SENT: dict[str, tuple[str, dict[str, Any]]] = {
     "ScaleCom, 2 bits, 3 %": ("ScaleCom", {"rate": 33, "quantiser": "means", "beta": 1.0}),
     "ScaleCom, 32 bits, 3 %": ("ScaleCom", {"rate": 33, "beta": 1.0}),
 }
-DEMO = {"rate": 33, "dense": (), "warmup": 0.0, "min_numel": 1}
 MAIN = (
     *("plain average", "DiLoCo", "SparseLoCo, 3 %", "its choice, 3 %"),
     "ScaleCom, 2 bits, 3 %",
@@ -78,12 +77,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "one worker alone": ("dense", {"workers": 1}),
 }
 # What workers send after every step, for comparison with few meetings.
-EVERY_STEP: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("dense", {}),
-    "the defaults": ("ScaleCom", LIBRARY),
-    "32 bits, rate 100": ("ScaleCom", {"nu": 1}),
-    "DeMo, 3 %": ("DeMo", DEMO),
-}
+EVERY_STEP = {name: FORMS[name] for name in ("dense", "the defaults", "32 bits, rate 100")}
+EVERY_STEP["DeMo, 3 %"] = ("DeMo", {"rate": 33, "dense": (), "warmup": 0.0, "min_numel": 1})
 # What a user trains: {name: (task, fields)}. If a node of four ranks is one worker, it has all
 # their images.
 SITUATIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -103,11 +98,7 @@ SITUATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Here methods are compared at about equal bytes of a run. Each has the learning rate, momentum and
 # filter that were best on a seed that is not reported.
-TUNED = (
-    "ResNet, group norm",
-    "LSTM, 500 steps, AdamW",
-    "Transformer, 250 steps, AdamW",
-)
+TUNED = ("ResNet, group norm", "LSTM, 500 steps, AdamW", "Transformer, 250 steps, AdamW")
 FILTERS = (0.2, 1.0)
 NUS = (1, 0.75, 0.5, 0.25)
 MOMENTUM_ASKED = (
@@ -136,6 +127,8 @@ FACTORS = (0.5, 1, 2)
 # effect in the end. AdamW's first moment is an average, which does not change that.
 MOMENTA = {0.9: 1, 0.5: 5}
 TRIAL_SEED = 11
+# Steps of --quick, of which local steps take a whole number of rounds; elsewhere 150.
+QUICK_STEPS = {"local": 144, "meetings": 128}
 
 
 @dataclass(frozen=True)
@@ -165,6 +158,8 @@ def with_seeds(case: Case, seeds: tuple[int, ...], quick: bool) -> Iterator[Run]
     With 64 workers there is time for only one.
     """
     (run,) = case.runs
+    if quick:
+        run = dataclasses.replace(run, steps=QUICK_STEPS.get(case.experiment, 150))
     wanted = {"momentum": 2, "local": 3}.get(case.experiment, len(seeds))
     if case.experiment == "meetings":
         *_, wanted = MEETINGS[case.group]
@@ -203,8 +198,7 @@ def defaults(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
     for situation, (task, fields) in (SITUATIONS | own).items():
         if asked_about(task, tasks) and not (quick and situation in (*SITUATIONS,)[2:]):
             for what, (method, options) in FORMS.items():
-                shorter = {"steps": 150} if quick else {}
-                yield case("defaults", situation, what, task, method, **fields | options | shorter)
+                yield case("defaults", situation, what, task, method, **fields | options)
 
 
 def asked_about(task: str, tasks: tuple[str, ...]) -> bool:
@@ -219,9 +213,8 @@ def momentum(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
         asked |= {name: ("transformer", fields) for name, fields in OTHER_OPTIMIZERS.items()}
     for situation, (task, fields) in asked.items():
         if asked_about(task, tasks):
-            shorter = {"steps": 150} if quick else {}
-            own = fields | LIBRARY | shorter
-            yield case("momentum", situation, "dense", task, **fields | shorter)
+            own = fields | LIBRARY
+            yield case("momentum", situation, "dense", task, **fields)
             yield case("momentum", situation, "the defaults", task, "ScaleCom", **own)
             for nu in NUS[:2] if quick else NUS:
                 yield case("momentum", situation, "nu", task, "ScaleCom", nu, **own, nu=nu)
@@ -232,10 +225,9 @@ def rungs(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
     for situation in TUNED[1:2] if quick else TUNED:
         task, fields = SITUATIONS[situation]
         for rung in LADDER[:4] if quick else LADDER if asked_about(task, tasks) else ():
-            own = fields | ({"steps": 150} if quick else {})
+            own, method = fields, "dense"
             if not rung.is_whole:
-                own |= LIBRARY | {"rate": rung.rate, "bits": rung.bits}
-            method = "dense" if rung.is_whole else "ScaleCom"
+                own, method = fields | LIBRARY | {"rate": rung.rate, "bits": rung.bits}, "ScaleCom"
             yield case("rungs", situation, str(rung), task, method, **own)
 
 
@@ -248,7 +240,7 @@ def trials(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
         for rival in RIVALS_IN_SHORT if quick else RIVALS:
             method, options = RIVALS[rival]
             nothing_whole = {} if method == "dense" else {"warmup": None}
-            own = fields | options | nothing_whole | ({"steps": 150} if quick else {})
+            own = fields | options | nothing_whole
             task_lr = case("", "", "", task, **own).runs[0].resolved().lr
             filters = FILTERS if method == "LocalTopK" else (None,)
             momenta = (0.9,) if quick or method == "DeMo" else MOMENTA
@@ -272,7 +264,7 @@ def local(tasks: list[str], quick: bool) -> Iterator[Case]:
     for task in tasks:
         # A whole number of rounds. Smaller tensors are compressed too, so that what is sent whole
         # hides less of what few bits save.
-        steps = 144 if quick else {"lstm": 496}.get(task, 400)
+        steps = {"lstm": 496}.get(task, 400)
         for h in STEPS[1:] if quick else STEPS:
             fields = {"local_steps": h, "steps": steps}
             yield case("local", task, "sent whole", task, "dense", h, **fields)
@@ -291,7 +283,7 @@ def meetings(quick: bool) -> Iterator[Case]:
     on is compressed.
     """
     for group, (task, own, apart, asked, _) in [*MEETINGS.items()][: 1 if quick else None]:
-        fields = {"optimizer": "adamw"} | own | ({"steps": 128} if quick else {})
+        fields = {"optimizer": "adamw"} | own
         for what, (method, options) in EVERY_STEP.items():
             yield case("meetings", group, what, task, method, 1, **fields | options)
         for h, what in itertools.product(*((apart[:1], MAIN) if quick else (apart, asked))):
