@@ -47,10 +47,10 @@ def measure(args: argparse.Namespace) -> None:
     import scalecom_hvd.tensorflow.keras as hvd
 
     hvd.init()
-    for case in args.cases:
+    for case, make in CASES.items():
         steps = {}
         for method, settings in METHODS.items():
-            steps[method] = training_step(case, settings)
+            steps[method] = training_step(make, settings)
             # read when the first step is traced
             os.environ["SCALECOM_KERNEL"] = "tensorflow" if "plain" in method else ""
             run(steps[method], SETTLING_STEPS)
@@ -80,14 +80,14 @@ def run(step: Callable[[], object], count: int) -> float:
     return (time.perf_counter() - begun) / count
 
 
-def training_step(case: str, settings: dict | None) -> Callable[[], object]:
+def training_step(make: Callable[[], tuple], settings: dict | None) -> Callable[[], object]:
     """One step of training a case's model with a method, as a traced function."""
     import tensorflow as tf
 
     import scalecom_hvd.tensorflow.keras as hvd
 
     tf.keras.utils.set_random_seed(1)
-    model, inputs, labels = CASES[case]()
+    model, inputs, labels = make()
     optimizer = tf.keras.optimizers.SGD(1e-4)
     if settings is not None:
         optimizer = hvd.DistributedOptimizer(
@@ -144,19 +144,12 @@ CASES = {"convolutions": convolutions, "matrices": matrices}
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
-    parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
-    parser.add_argument(
-        "--launcher",
-        choices=("mpirun", "horovodrun --gloo"),
-        default="mpirun",
-        help="default: %(default)s",
-    )
-    parser.add_argument("--rounds", type=int, default=9, help="default: %(default)s")
-    parser.add_argument(
-        "--steps", type=int, default=10, help="steps of a method in a round (default: %(default)s)"
-    )
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    add, launchers = parser.add_argument, ("mpirun", "horovodrun --gloo")
+    add("--ranks", type=int, default=2, help="default: %(default)s")
+    add("--launcher", choices=launchers, default=launchers[0], help="default: %(default)s")
+    add("--rounds", type=int, default=9, help="default: %(default)s")
+    add("--steps", type=int, default=10, help="of a method in a round; default: %(default)s")
+    add("--as-rank", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
