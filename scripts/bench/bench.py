@@ -12,12 +12,12 @@ import argparse
 import contextlib
 import csv
 import hashlib
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where code_version.
 import code_version
 import hosts
 from bench_worker import ALONE, DDP, LOCAL, METHODS, RUNGS, UNDER_TORCHRUN
-from tqdm import tqdm
 
 SCRIPTS = Path(__file__).resolve().parent
 Result = dict[str, Any]
@@ -91,6 +90,7 @@ RUNG_JOBS = [
 ]
 # docs/speed.md asks `plan` about this model's steps.
 GPT2_JOBS = [Job("gpt2", n_hosts, (1000,), HOROVOD, 10.0) for n_hosts in (2, 4)]
+SOME = {"local-steps": [LOCAL_STEPS], "ddp": DDP_JOBS, "rungs": RUNG_JOBS, "gpt2": GPT2_JOBS}
 
 
 def jobs(quick: bool) -> Iterator[Job]:
@@ -101,35 +101,20 @@ def jobs(quick: bool) -> Iterator[Job]:
         under_ddp = ("DDP dense", "DDP PowerSGD, rank 4", "DDP ScaleCom look-ahead")
         yield Job("transformer", 2, (1000,), (ALONE, *under_ddp), 1.0)
         return
-    yield Job("transformer", 2, (100, 1000, 10_000, 0), tuple(METHODS), 3.0)
-    yield Job(
-        "transformer",
-        4,
-        (100, 1000, 10_000, 0),
-        tuple(method for method in METHODS if method != "fp16"),
-        2.0,
-    )
+    speeds = (100, 1000, 10_000, 0)
+    yield Job("transformer", 2, speeds, tuple(METHODS), 3.0)
+    yield Job("transformer", 4, speeds, tuple(m for m in METHODS if m != "fp16"), 2.0)
     # Bytes and latency with more workers than this machine has cores for.
-    yield Job(
-        "transformer",
-        8,
-        (1000,),
-        (ALONE, "dense", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead"),
-        2.0,
-    )
+    many = ("dense", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead")
+    yield Job("transformer", 8, (1000,), (ALONE, *many), 2.0)
     yield LOCAL_STEPS
     yield from DDP_JOBS
-    yield Job(
-        "resnet",
-        2,
-        (100, 1000, 0),
-        (ALONE, "dense", "fp16", "local top-k", "ScaleCom look-ahead"),
-        2.0,
-    )
+    of_resnet = ("dense", "fp16", "local top-k", "ScaleCom look-ahead")
+    yield Job("resnet", 2, (100, 1000, 0), (ALONE, *of_resnet), 2.0)
 
 
 def run_all(todo: list[Job], folder: Path, timeout: float) -> list[Result]:
-    """The results of all jobs, in the order in which they were measured; shows a progress bar.
+    """The results of all jobs, in the order in which they were measured.
 
     folder: keeps what each job measured, so that a run that was stopped goes on with the next job.
         Each file's name tells by which code, and on which machine. Once the results have been
@@ -138,27 +123,16 @@ def run_all(todo: list[Job], folder: Path, timeout: float) -> list[Result]:
     results: list[Result] = []
     folder.mkdir(parents=True, exist_ok=True)
     code = code_version.of(sorted(SCRIPTS.glob("*.py")))
-    with tqdm(
-        total=sum(job.runs for job in todo),
-        unit="run",
-        mininterval=1 if sys.stderr.isatty() else 20,
-    ) as bar:
-        for job in todo:
-            digest = hashlib.sha256(f"{job} {code} {machine()}".encode()).hexdigest()[:16]
-            output, ended = folder / f"{digest}.jsonl", threading.Event()
-            if not output.exists() or output.read_text().count("\n") < job.runs:
-                output.write_text("")
-            watcher = threading.Thread(target=_show_progress, args=(bar, output, ended, bar.n))
-            bar.set_description(f"{job.case}, {job.n_hosts} hosts")
-            watcher.start()
-            try:
-                if not output.read_text():
-                    job.run(output, timeout)
-            finally:
-                ended.set()
-                watcher.join()
-            own = [json.loads(line) for line in output.read_text().splitlines()]
-            results += with_ratios([r | {"launcher": job.launcher} for r in own])
+    for number, job in enumerate(todo, start=1):
+        digest = hashlib.sha256(f"{job} {code} {machine()}".encode()).hexdigest()[:16]
+        output = folder / f"{digest}.jsonl"
+        if not output.exists() or output.read_text().count("\n") < job.runs:
+            output.unlink(missing_ok=True)
+            what = f"{job.case}, {job.n_hosts} hosts: {len(job.methods)} methods"
+            print(f"[{number}/{len(todo)}] {what}", file=sys.stderr, flush=True)
+            job.run(output, timeout)
+        own = [json.loads(line) for line in output.read_text().splitlines()]
+        results += with_ratios([r | {"launcher": job.launcher} for r in own])
     return results
 
 
@@ -168,14 +142,6 @@ def forget(folder: Path) -> None:
         kept.unlink()
     with contextlib.suppress(OSError):  # something else is in it
         folder.rmdir()
-
-
-def _show_progress(bar: tqdm, output: Path, ended: threading.Event, before: int) -> None:
-    while True:
-        over = ended.wait(0.5)
-        bar.update(before + output.read_text().count("\n") - bar.n)
-        if over:
-            return
 
 
 def with_ratios(results: list[Result]) -> list[Result]:
@@ -259,35 +225,24 @@ def machine() -> dict[str, Any]:
     return {"cores": os.cpu_count(), "processor": model}
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one job of a minute")
-    parser.add_argument(
-        "--local-steps", action="store_true", help="only the job that compares local steps"
-    )
-    parser.add_argument(
-        "--ddp", action="store_true", help="only the jobs that compare DistributedDataParallel"
-    )
-    parser.add_argument("--rungs", action="store_true", help="only the jobs of rate='auto'")
-    parser.add_argument("--gpt2", action="store_true", help="only the jobs of GPT-2's shapes")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("bench"),
-        help="folder for results.json and steps.csv (default: bench)",
-    )
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for one job")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="one job of a minute")
+    for name, some in SOME.items():
+        only = "only these jobs; see docs/speed.md"
+        add(f"--{name}", dest="some", action="append_const", const=some, help=only)
+    folder = "folder for results.json and steps.csv (default: %(default)s)"
+    add("--output", type=Path, default=Path("bench"), help=folder)
+    add("--timeout", type=float, default=900, help="seconds for one job (default: %(default)s)")
     arguments = parser.parse_args()
     if os.geteuid() == 0:
         hosts.install()
-    some = [LOCAL_STEPS] * arguments.local_steps + DDP_JOBS * arguments.ddp
-    some += GPT2_JOBS * arguments.gpt2 + RUNG_JOBS * arguments.rungs
+    todo = itertools.chain(*arguments.some or [jobs(arguments.quick)])
     try:
-        todo = some or list(jobs(arguments.quick))
-        results = run_all(todo, arguments.output / "jobs", arguments.timeout)
+        results = run_all([*todo], arguments.output / "jobs", arguments.timeout)
     except (PermissionError, FileNotFoundError, RuntimeError, subprocess.TimeoutExpired) as error:
-        print(f"make bench: {error}", file=sys.stderr)
-        return 1
+        sys.exit(f"make bench: {error}")
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "results.json").write_text(
         json.dumps({"machine": machine(), "results": results}, indent=1)
@@ -296,8 +251,7 @@ def main() -> int:
     write_csv(results, arguments.output / "steps.csv")
     print(table(results))
     print(f"\nwritten to {arguments.output}: results.json, steps.csv")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
