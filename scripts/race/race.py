@@ -120,9 +120,7 @@ class Race:
         timed = [name for way in ways for name in WAYS[way].timed]
         wanted = [*dict.fromkeys([bench.ALONE, *timed])]
         file = self.folder / f"steps-{self.workers}.json"
-        found = json.loads(file.read_text()) if file.exists() else []
-        if isinstance(found, list):  # an older file, which does not name the code
-            found = {"code": None, "results": found}
+        found = json.loads(file.read_text()) if file.exists() else {"results": []}
         if not {result["method"] for result in found["results"]}.issuperset(wanted):
             seconds = 0.5 if self.tiny else 2.0
             job = bench.Job(self.task.case, self.workers, SPEEDS, tuple(wanted), seconds)
@@ -223,13 +221,12 @@ def write_steps(times: Mapping[tuple[str, float], float], hosts: int, path: Path
         rows.writerows([m, hosts, f"{mbit:g}", f"{t:.1f}"] for (m, mbit), t in times.items())
 
 
-def main() -> int:
+def main() -> None:
     args = argument_parser().parse_args()
     kind = "" if args.task == race_tasks.TASKS[0] else args.task
     folder = args.output or Path("race", kind, "quick" if args.quick else "")
     if os.geteuid():
-        print("make race: hosts need root", file=sys.stderr)
-        return 1
+        sys.exit("make race: hosts need root")
     hosts.install()
     folder.mkdir(parents=True, exist_ok=True)
     ways = list(dict.fromkeys([DENSE, OURS, *args.ways]))
@@ -238,8 +235,7 @@ def main() -> int:
         # Do this first: if it fails, it fails soon. Time all ways, so that all are of one job.
         times = race.step_times(ways if args.quick else list(WAYS))
     except (PermissionError, FileNotFoundError, RuntimeError, subprocess.TimeoutExpired) as error:
-        print(f"make race: {error}", file=sys.stderr)
-        return 1
+        sys.exit(f"make race: {error}")
     runs: dict[str, list[Run]] = {}
     for way in ways:
         factor = race.factor(way, tunes=not args.untuned)
@@ -262,7 +258,6 @@ def main() -> int:
     print("\n".join(table(curves, ways)))
     code_version.tell_stale(race.codes, race.code)
     print(f"\nwritten to {folder}: steps.csv, curves.csv")
-    return 0
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -279,4 +274,4 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -18,7 +18,7 @@ COPIES = 2
 
 
 class Images:
-    """The task. See race_tasks.Task. width: channels of the ResNet's first stage."""
+    """A task, like race_language.LanguageModel. width: channels of the ResNet's first stage."""
 
     case = "race-resnet"
     clip_norm = None
@@ -39,10 +39,10 @@ class Images:
         return [torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)]
 
     def loss(
-        self, called: nn.Module, random: torch.Generator, device: torch.device, batch: int | None
+        self, called: nn.Module, random: torch.Generator, device: torch.device
     ) -> torch.Tensor:
         count = len(self._data.train_images)
-        chosen = torch.randint(count, (batch or self.batch,), generator=random)
+        chosen = torch.randint(count, (self.batch,), generator=random)
         images = train_image.augment(self._data.train_images[chosen], random)
         labels = self._data.train_labels[chosen]
         return F.cross_entropy(called(images.to(device)), labels.to(device))

@@ -120,11 +120,14 @@ def _cut(size: Size) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class LanguageModel:
-    """The task. See race_tasks.Task.
+    """A task: a model, its data and its optimizers. race_images.Images is the other one.
 
-    Args:
-        size: of the model and its text.
-        folder: where the text's pieces are kept. See `load_pieces`.
+    Attributes:
+        case: bench_cases.py's name of its step.
+        size: what tells two sizes of the task apart.
+        lr: dense training's learning rate, found by trying.
+        clip_norm: the norm to which gradients are clipped; None: they are not.
+        bucket_mb: how many megabytes DDP puts into a bucket; None: as it likes.
     """
 
     _pieces: torch.Tensor
@@ -138,12 +141,14 @@ class LanguageModel:
         self._folder = folder
 
     def load(self) -> None:
+        """Read the data. Call this before `loss` and `evaluate`."""
         self._pieces, self._held_out = load_pieces(self.size, self._folder)
 
     def model(self) -> nn.Module:
         return Decoder(self.size)
 
     def optimizers(self, model: nn.Module, lr: float, muon: bool) -> list[torch.optim.Optimizer]:
+        """The optimizers of all parameters. muon: whether Muon trains the matrices inside."""
         of_muon, matrices, others = [], [], []
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -163,11 +168,13 @@ class LanguageModel:
         return optimizers
 
     def loss(
-        self, called: nn.Module, random: torch.Generator, device: torch.device, batch: int | None
+        self, called: nn.Module, random: torch.Generator, device: torch.device
     ) -> torch.Tensor:
-        return called(batch_of(self._pieces, batch or self.size.batch, random).to(device))
+        """The mean loss of a microbatch. called: the model, or its wrapper. random: on the CPU."""
+        return called(batch_of(self._pieces, self.size.batch, random).to(device))
 
     def evaluate(self, model: nn.Module, device: torch.device) -> float:
+        """The mean loss on held-out data, always the same. The model is in eval mode."""
         windows = batch_of(self._held_out, EVALUATED, torch.Generator().manual_seed(0))
         return float(model(windows.to(device)))
 

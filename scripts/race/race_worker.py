@@ -14,7 +14,6 @@ import contextlib
 import json
 import math
 import os
-import pkgutil
 import time
 from pathlib import Path
 from typing import Any
@@ -69,11 +68,7 @@ def train(args: argparse.Namespace, task: race_tasks.Task, device: torch.device)
     torch.manual_seed(args.seed)
     model = task.model().to(device)
     called = wrapped(way, model, steps, args.options, task.bucket_mb)
-    optimizers: list[Any]
-    if args.optimizer is None:
-        optimizers = task.optimizers(model, args.lr, args.muon)
-    else:
-        optimizers = [args.optimizer(model.parameters(), lr=args.lr)]
+    optimizers: list[Any] = task.optimizers(model, args.lr, args.muon)
     if way.local is not None:
         (own,) = optimizers
         optimizers = [ddp.DistributedOptimizer(own, model.named_parameters(), **way.local())]
@@ -91,11 +86,10 @@ def train(args: argparse.Namespace, task: race_tasks.Task, device: torch.device)
             waits = contextlib.nullcontext() if not last or way.local else called.no_sync()
             with waits:
                 with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
-                    loss = task.loss(called, random, device, args.batch) / way.microbatches
+                    loss = task.loss(called, random, device) / way.microbatches
                 loss.backward()
-        bound = args.clip or task.clip_norm
-        if bound is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
+        if task.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm)
         for each in (*optimizers, *schedules):
             each.step()
         if step % every == 0 or step == steps:
@@ -130,45 +124,23 @@ def share(step: int, steps: int, warmup: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - begins) / max(1, steps - begins))
 
 
-def imported(name: str) -> Any:
-    """What has this dotted name."""
-    try:
-        return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{name} cannot be imported: {error}") from error
-
-
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--way", choices=list(WAYS), required=True)
-    parser.add_argument("--steps", type=int, required=True, help="of dense training")
-    parser.add_argument("--every", type=int, default=LOCAL_STEPS, help="steps are evaluated")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--lr", type=float, required=True)
-    parser.add_argument("--pieces", type=Path, required=True, help="folder that keeps the text")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--task", choices=race_tasks.TASKS, default=race_tasks.TASKS[0])
-    parser.add_argument(
-        "--size", choices=list(race_language.SIZES), default="full", help="of the model"
-    )
-    parser.add_argument("--batch", type=int, help="windows, or images, of a worker in a microbatch")
-    parser.add_argument(
-        "--clip", type=float, help="the norm to which gradients are clipped (default: the task's)"
-    )
-    optimizers = parser.add_mutually_exclusive_group()
-    optimizers.add_argument(
-        "--optimizer",
-        type=imported,
-        help="what trains all parameters, such as torch.optim.Adafactor (default: the task's)",
-    )
-    optimizers.add_argument(
-        "--muon", action="store_true", help="Muon trains the matrices between embedding and output"
-    )
-    parser.add_argument(
-        "--warmup", type=int, default=WARMUP, help="steps in which the learning rate rises"
-    )
-    parser.add_argument("--code", help="what made this; see code_version.py")
-    parser.add_argument("--options", type=json.loads, default={}, help="ScaleCom's, as JSON")
+    add, sizes = parser.add_argument, list(race_language.SIZES)
+    add("--way", choices=list(WAYS), required=True)
+    add("--steps", type=int, required=True, help="of dense training")
+    add("--every", type=int, default=LOCAL_STEPS, help="steps are evaluated")
+    add("--seed", type=int, default=1)
+    add("--lr", type=float, required=True)
+    add("--pieces", type=Path, required=True, help="folder that keeps the text")
+    add("--output", type=Path, required=True)
+    add("--task", choices=race_tasks.TASKS, default=race_tasks.TASKS[0])
+    add("--size", choices=sizes, default="full", help="of the model")
+    muon = "Muon trains the matrices between embedding and output"
+    add("--muon", action="store_true", help=muon)
+    add("--warmup", type=int, default=WARMUP, help="steps in which the learning rate rises")
+    add("--code", help="what made this; see code_version.py")
+    add("--options", type=json.loads, default={}, help="ScaleCom's, as JSON")
     return parser
 
 
