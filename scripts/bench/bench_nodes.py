@@ -124,13 +124,13 @@ def work(args: argparse.Namespace) -> None:
         for _ in range(SETTLING_STEPS):
             step()
         dist.barrier()
-        before = _sent()
+        before = hosts.bytes_sent_here()
         for _ in range(args.steps):
             begun = time.perf_counter()
             step()
             found[name]["seconds"].append(time.perf_counter() - begun)
         dist.barrier()
-        found[name]["bytes"].append((_sent() - before) / args.steps)
+        found[name]["bytes"].append((hosts.bytes_sent_here() - before) / args.steps)
         found[name]["residues"].append(residues())
         found[name]["peak"].append(_memory("VmHWM") - occupied)
         del step, residues
@@ -150,11 +150,6 @@ def _forget_peak() -> int:
 def _memory(what: str) -> int:
     (line,) = (s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith(what))
     return int(line.split()[1]) * 1024
-
-
-def _sent() -> int:
-    """The bytes that this host's interface has sent."""
-    return int(Path("/sys/class/net/e0/statistics/tx_bytes").read_text())
 
 
 def measure(n: int, mbit: float | None, args: argparse.Namespace) -> dict[str, Any]:
@@ -203,13 +198,12 @@ def main() -> None:
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--ranks-per-host", type=int, default=2)
-    parser.add_argument(
-        "--mbit", type=float, nargs="+", default=[1000], help="what a host may send; 0: no limit"
-    )
-    parser.add_argument("--steps", type=int, default=10, help="measured of each way, twice")
-    parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
+    add, sends = parser.add_argument, "what a host may send; 0: no limit"
+    add("--hosts", type=int, nargs="+", default=[2, 4])
+    add("--ranks-per-host", type=int, default=2)
+    add("--mbit", type=float, nargs="+", default=[1000], help=sends)
+    add("--steps", type=int, default=10, help="measured of each way, twice")
+    add("--output", type=Path, help=argparse.SUPPRESS)
     return parser
 
 

@@ -205,10 +205,6 @@ def gather(row: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def bytes_sent() -> int:
-    return int(Path("/sys/class/net/e0/statistics/tx_bytes").read_text())
-
-
 def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[str, Any]:
     """Measure steps for about `seconds`.
 
@@ -221,7 +217,7 @@ def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[
     steps = torch.tensor(seconds / (time.perf_counter() - begun))
     count = int(gather(steps[None])[0].clamp(fewest, most))
     count = max(-(-count // training.round), 3 if training.round > 1 else 1) * training.round
-    sent, busy, times = bytes_sent(), time.process_time(), []
+    sent, busy, times = hosts.bytes_sent_here(), time.process_time(), []
     for _ in range(count):
         begun = time.perf_counter()
         training.step()
@@ -233,7 +229,7 @@ def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[
     mine = torch.tensor(
         [
             statistics.median(rounds),
-            (bytes_sent() - sent) / count,
+            (hosts.bytes_sent_here() - sent) / count,
             (time.process_time() - busy) / count * 1e3,
             statistics.median(
                 max(times[i : i + training.round]) for i in range(0, count, training.round)

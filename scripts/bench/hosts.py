@@ -301,6 +301,11 @@ class Hosts:
         self.close()
 
 
+def bytes_sent_here() -> int:
+    """The bytes that the host in which this process runs has sent."""
+    return int(Path("/sys/class/net/e0/statistics/tx_bytes").read_text())
+
+
 def shaping(mbit: float | None) -> list[list[str]]:
     """The commands that let the host in which they run send at most `mbit` Mbit/s.
 
