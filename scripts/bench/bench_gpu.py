@@ -117,38 +117,27 @@ def show(results: dict[str, dict[str, float | None]], title: str) -> None:
         print(f"{name:52s}{row['ms']:9.3f}{speed}{row['host_ms']:9.3f}")
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--numel", type=int, nargs="+", default=[25_000_000, 100_000_000])
     parser.add_argument("--rate", type=float, default=100)
     parser.add_argument("--rounds", type=int, default=30)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print(
-            "bench_gpu.py times a CUDA GPU, and torch sees none here: make bench-kernels times "
-            "the CPU's kernels",
-            file=sys.stderr,
-        )
-        return 1
+        none = "bench_gpu.py times a CUDA GPU, and torch sees none here"
+        sys.exit(f"{none}: make bench-kernels times the CPU's kernels")
     device = torch.device("cuda", torch.cuda.current_device())
     name = torch.cuda.get_device_name(device)
     measured = {}
     for numel in arguments.numel:
         with torch.no_grad():
-            measured[numel] = measure(
-                list(candidates(numel, arguments.rate, device)), arguments.rounds, device
-            )
-        show(
-            measured[numel],
-            f"{name}: {numel / 1e6:g} M elements in {N_TENSORS} tensors at rate {arguments.rate:g}",
-        )
-    print(
-        json.dumps(
-            {"device": name, "torch": torch.__version__, "rate": arguments.rate, "numel": measured}
-        )
-    )
-    return 0
+            tried = list(candidates(numel, arguments.rate, device))
+            measured[numel] = measure(tried, arguments.rounds, device)
+        of = f"{numel / 1e6:g} M elements in {N_TENSORS} tensors at rate {arguments.rate:g}"
+        show(measured[numel], f"{name}: {of}")
+    told = {"device": name, "torch": torch.__version__, "rate": arguments.rate}
+    print(json.dumps(told | {"numel": measured}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -150,7 +150,7 @@ def measured(way: str, steps: int) -> Mapping[str, float]:
     return json.loads(lines[0].removeprefix(RESULT))
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--way", choices=list(WAYS), help=argparse.SUPPRESS)
@@ -167,8 +167,7 @@ def main() -> int:
         if "kernels" in told:
             more = f"{told['kernels']:9.0f}{told['kernels_ms']:7.1f}{told['beside']:18.0%}"
         print(f"{way:26s}{told['ms']:8.1f}{memory}{more}", flush=True)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -185,15 +185,11 @@ def report(measured: list[dict[str, Any]], c: Constants) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--results",
-        type=Path,
-        nargs="+",
-        default=[Path("bench/results.json")],
-        help="what make bench wrote: results.json, or tables in CSV",
-    )
+    wrote = "what make bench wrote: results.json, or tables in CSV"
+    default = [Path("bench/results.json")]
+    parser.add_argument("--results", type=Path, nargs="+", default=default, help=wrote)
     parser.add_argument("--cores", type=int, help="that all workers shared, where no file says it")
     arguments = parser.parse_args()
     measured: list[dict[str, Any]] = []
@@ -204,19 +200,14 @@ def main() -> int:
             measured += results
             cores = cores or shared
     except FileNotFoundError as error:
-        print(
-            f"scaling_model.py: {error.filename} is not there: run make bench first, which "
-            "measures the constants",
-            file=sys.stderr,
-        )
-        return 1
+        absent = f"scaling_model.py: {error.filename} is not there"
+        sys.exit(f"{absent}: run make bench first, which measures the constants")
     if cores is None:
         parser.error("tables do not say how many cores the workers shared: say --cores")
     c = fit(measured, cores)
     print(f"{c}\n")
     print(report(measured, c))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

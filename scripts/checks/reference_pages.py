@@ -28,19 +28,17 @@ MARK = f"<!-- from here on written by: {BY} -->"
 FRONT = ("rate", "bits", "total_steps", "rates", "dense")
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing")
     args = parser.parse_args()
     text = options()
     if PAGE.read_text() == text:
-        return 0
+        return
     if args.check:
-        print(f"{PAGE.name} is not what the code says: run {BY}", file=sys.stderr)
-        return 1
+        sys.exit(f"{PAGE.name} is not what the code says: run {BY}")
     PAGE.write_text(text)
     print(f"written: {PAGE}")
-    return 0
 
 
 def options() -> str:
@@ -82,4 +80,4 @@ def section(heading: str, assigned: ast.AnnAssign, docstring: str) -> Iterator[s
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

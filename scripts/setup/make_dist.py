@@ -117,7 +117,7 @@ def make_dist(work: Path, log: Path) -> list[Path]:
     return [Path(shutil.copy(path, DIST)) for path in made]
 
 
-def main() -> int:
+def main() -> None:
     log = Path(tempfile.gettempdir()) / f"scalecom_hvd-dist-{os.getuid()}.log"
     log.write_text("")
     try:
@@ -126,11 +126,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="scalecom_hvd.") as work:
             for path in make_dist(Path(work), log):
                 print(path.relative_to(ROOT))
-        return 0
     except SetupError as error:
-        print(f"\nmake dist failed: {error}", file=sys.stderr)
-        return 1
+        sys.exit(f"\nmake dist failed: {error}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
