@@ -79,8 +79,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lora", action="store_true")
     options = parser.parse_args()
-    if options.steps < 20:
-        parser.error("--steps must be at least 20: the learning rate rises in a tenth of them")
+    if options.steps < 2:
+        parser.error("--steps must be at least 2: the learning rate rises, and falls")
 
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -97,8 +97,9 @@ def main() -> None:
         state = compress(called, SETTINGS[options.compression])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=0.01)
+    rises = max(0.1, 1.5 / options.steps)  # OneCycleLR cannot rise within less than a step
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.lr, options.steps, pct_start=0.1, cycle_momentum=False
+        optimizer, options.lr, options.steps, pct_start=rises, cycle_momentum=False
     )
     random, seconds = torch.Generator().manual_seed(1000 * options.seed + rank), []
     for step in range(options.steps):

