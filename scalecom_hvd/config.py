@@ -43,10 +43,9 @@ class ScaleComConfig:
     rate: float | Mapping[int, float] | Literal["auto"] = cast(float, None)
     """One element in `rate` is sent (N/k).
 
-    What counts is how often each element is sent: steps / rate times. If that is less than about 5
-    (60 for a language model), every method loses accuracy, so lower the rate for short runs. 1:
-    everything is sent, in few bits if you give `bits`, and whole otherwise. None: 8 with few bits,
-    100 with 32.
+    Each element is sent about steps / rate times. If that is less than about 5 times (60 for a
+    language model), every method loses accuracy, so lower the rate for short runs. 1: everything is
+    sent, in few bits if you give `bits`, and whole otherwise. None: 8 with few bits, 100 with 32.
 
     {0: 4, 300: 16} is a schedule: rate 4 from step 0 on, and rate 16 from step 300 on. "auto" finds
     the rate, and the bits, during training. Schedules and "auto" work in PyTorch.
@@ -55,11 +54,11 @@ class ScaleComConfig:
     beta: float = cast(float, None)
     """The low-pass filter on the residue (paper, eq. 5), 0 < beta <= 1.
 
-    The share of what waits at a chosen index that is sent if `flush` is False, or if the new
-    gradient points against it. 1 is classic error feedback: it sends everything, however stale. A
-    lower beta is more stable, but what was not sent arrives later, over up to rate / beta steps.
-    None: 1, or 0.2 if the optimizer's momentum stays as it is (nu=1, local steps, and TensorFlow's
-    tapes), because beta=1 then breaks training without batch norm.
+    If `flush` is False, or a new gradient points against what waits at its index, this share of
+    what waits is sent. 1 is classic error feedback: everything is sent, however stale. A lower beta
+    is more stable, but what was not sent arrives later, over up to rate / beta steps. None: 1, or
+    0.2 with nu=1, local steps and TensorFlow's tapes. These leave the optimizer's momentum as it
+    is, and beta=1 would then break training without batch norm.
     """
 
     nu: float | None = None
@@ -67,30 +66,30 @@ class ScaleComConfig:
 
     Compression sends gradients late, and momentum would spread them over further steps. So a step
     goes along nu * momentum + (1 - nu) * gradient (QHM and QHAdam, Ma and Yarats, ICLR 2019, arXiv
-    1810.06801). This works for SGD with momentum, for Adam and its relatives, and for other
-    optimizers whose momentum is linear. 1: the optimizer's momentum stays as it is. None: by the
-    rate, or 1 with local steps.
+    1810.06801). This works for SGD with momentum, for Adam and its relatives, for Lion and, if you
+    give nu, for Muon. Other optimizers keep their momentum. 1: every optimizer keeps its momentum.
+    None: by the rate, or 1 with local steps and TensorFlow's tapes.
     """
 
     flush: bool = True
     """Whether all that waits at a chosen index is sent, unless the new gradient points against it.
 
-    True: all of it, or the share `beta` if the new gradient points against it. So a low beta hardly
-    harms short runs. False: the share `beta` everywhere, which is the paper's filter.
+    True: all that waits, or the share `beta` of it if the new gradient points against it. So a low
+    beta hardly harms short runs. False: always the share `beta`, which is the paper's filter.
     """
 
     outliers: float | None = 4.0
-    """How many times as long as its longest recent one a tensor's gradient may be on a rank.
+    """A tensor's gradient may be this many times as long as the longest recent one on its rank.
 
-    If a gradient is longer, its residue is scaled down by the power of two that would have brought
-    the gradient below this, and what is cut off is lost. So one batch with a huge loss does not
-    fill the steps after it, even if the script clips gradients. None: residues keep everything.
+    If a gradient is longer, the tensor's residue is scaled down by the power of two that would
+    bring the gradient below this bound. What is cut off is lost. So one batch with a huge loss does
+    not fill the steps after it, even if the script clips gradients. None: residues keep everything.
     """
 
     max_norm: float | None = None
-    """How long a tensor's gradient may be on a rank at all; None: any length.
+    """A tensor's gradient on a rank may have at most this norm; None: any norm.
 
-    It holds from the first step on. A longer one is an outlier, as above.
+    This bound holds from the first step on. A longer gradient is an outlier, as above.
     """
 
     min_numel: int = 2048
@@ -99,18 +98,18 @@ class ScaleComConfig:
     dense: Sequence[str] = ()
     """Globs on the names of parameters that are sent whole. They win over `rates`.
 
-    "auto:output" stands for the last layer, in the order of `named_parameters`; a model of one
-    layer has none. If the output layer shares its weight with the embedding, that weight is not
-    listed last: name it, `dense=["embedding.*"]`. With 32 bits the output layer matters most.
+    "auto:output" stands for the last layer, in the order of `named_parameters` (if there is only
+    one layer, for none). If the output layer shares its weight with the embedding, this weight is
+    not listed last: name it, `dense=["embedding.*"]`. With 32 bits the output layer matters most.
     """
 
     rates: Mapping[str, float] | None = None
     """Rates of some parameters, by globs on their names.
 
     An example is {"conv*": 25, "embed.*": 400}. The first match wins, and other parameters get
-    `rate`. 1: sent whole. "auto:output" is a name here too: `rates={"auto:output": 4}`.
-    `rates_from_flops(model, example_inputs, batch_size)` computes the rates of the paper's guide,
-    which is meant for 32 bits.
+    `rate`. With 1, a parameter is sent whole. "auto:output" is a name here too:
+    `rates={"auto:output": 4}`. `rates_from_flops(model, example_inputs, batch_size)` computes the
+    rates of the paper's guide, which is meant for 32 bits.
     """
 
     total_steps: int | None = None
@@ -145,21 +144,20 @@ class ScaleComConfig:
     """Whether the leader chooses for step t + 1 at the end of step t.
 
     The broadcast then hides behind forward and backward, so this is often the fastest form. The
-    choice is made without the step's own gradient, which costs accuracy. With nu=1, a beta near 1
-    then breaks the training of models without batch norm, and the log warns: give a lower beta
-    (0.1).
+    choice is made without the gradient of step t + 1, which costs accuracy. With nu=1 and a beta
+    near 1, look-ahead breaks the training of models without batch norm, and a warning is logged.
+    Then give a lower beta (0.1).
     """
 
     bits: int = cast(int, None)
     """How many bits a sent value has.
 
-    2 to 8: a value is an integer times a scale. The leader gives every 512 values one scale (with 3
-    bits the integers are -3 to 3, and 3 stands for twice the values' mean magnitude). Many more
+    2 to 8: a value is an integer times a scale. The leader gives every 512 values one scale. (With
+    4 bits, integers are -7 to 7, and 7 stands for 3.5 times the values' mean magnitude.) Many more
     values then travel at the same cost: with four workers, 4 bits at rate 8 cost as much as 32 bits
     at rate 33. The rounding error stays in the residue. Bytes grow with the logarithm of the number
-    of workers. 32: values travel as the residue has them, which is the paper's form. None: 4, but
-    32 with a quantiser, or with a method that does not support few bits. With rate="auto", leave
-    `bits` out.
+    of workers. 32: values travel as the residue has them, as in the paper. None: 4, but 32 with a
+    quantiser, or with a method that does not support few bits. With rate="auto", leave `bits` out.
     """
 
     bucket_bytes: int = 25 * 2**20
@@ -246,8 +244,8 @@ class ScaleComConfig:
                 raise ValueError(f"{name} must be one of {listed}, not {value!r}")
         if self.bits not in (None, 32, *range(2, 9)):
             raise ValueError(
-                f"bits must be from 2 to 8, or 32 (values are not quantised), not {self.bits}. 3 "
-                "is best for most models"
+                f"bits must be from 2 to 8, or 32 (values are not quantised), not {self.bits}. "
+                "The default is 4"
             )
         self._check_stages()
         self._check_automatic()
