@@ -19,9 +19,9 @@ from scalecom_hvd.exchange.kernels.base import (
     Count,
     Kernel,
     TensorSlot,
-    usable,
     scale_blocks_,
     scale_numbers,
+    usable,
 )
 from scalecom_hvd.exchange.kernels.choice import kernel_for
 from scalecom_hvd.exchange.residue import CompressedTensor, Residues

@@ -55,8 +55,8 @@ class BucketStep:
             They count as zero here, and all ranks skip the step.
         has_received: whether the step was told its averages.
         sound: () whether it counts, once it is checked.
-        norms: (number of `compressed`,) of the gradients, in the residues' units, or (0,) if the
-            step is sent whole. The host does not wait for them.
+        norms: (number of `compressed`,) of the gradients, in the residues' units, once `fill` was
+            called, or (0,) if the step is sent whole. The host does not wait for them.
 
     Raises:
         RuntimeError: a gradient differs from its tensor in size or device.
@@ -95,7 +95,7 @@ class BucketStep:
         for kernel, members in bucket.kernels:
             frozen = [self.frozen[i] for i in members]
             kernel.begin([own[i] for i in members], frozen, scale)
-        self.norms = norms_of([] if whole else own) * scale
+        self.norms = torch.zeros(0, device="cpu")
 
     @property
     def _own_grads(self) -> list[torch.Tensor]:
@@ -302,9 +302,22 @@ class BucketStep:
         if self._vote is not None:
             values.flags[-1] = self._vote
         values.buffer[-1] = self.bad != 0
+        if not self.whole:
+            self._measure()
         skipped = 0 if self.whole or self._in_place else values.averages.numel()
         self._reduced, self._averaged = values, filled[skipped:]
         return [self._averaged, *apart]
+
+    def _measure(self) -> None:
+        """Set `norms`. The C kernel has seen every gradient pass; others need a pass for this."""
+        kernels = self._bucket.kernels
+        in_c = [(own, members) for own, members in kernels if isinstance(own, NativeKernel)]
+        if self._taken_at is not None and len(in_c) == len(kernels):
+            self.norms = torch.empty(len(self.compressed), dtype=torch.float64, device="cpu")
+            for own, members in in_c:
+                self.norms[members] = own.norms()
+        else:
+            self.norms = norms_of(self._own_grads) * self.scale
 
     @property
     def values_bytes(self) -> int:

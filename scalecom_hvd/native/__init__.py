@@ -45,6 +45,7 @@ _INT_FIELDS = "dtype offset_width frozen levels"
 TENSOR = np.dtype(
     [(name, np.int64) for name in _LONG_FIELDS.split()]
     + [(name, np.int32) for name in _INT_FIELDS.split()]
+    + [("squares", np.float64)]
 )
 
 _POINTER, _LONG, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double

@@ -238,7 +238,7 @@ static inline int run_at(const tensor *t, int64_t lane) {
  * instance by the gradient's dtype. */
 #define EACH(call, ...)                                                           \
     int64_t total = 0;                                                            \
-    for (const tensor *t = tensors; t < tensors + count; t++) {                   \
+    for (__typeof__(tensors) t = tensors; t < tensors + count; t++) {                 \
         switch (t->dtype) {                                                       \
         case FLOAT32: total += call##_float32(t, __VA_ARGS__); break;             \
         case FLOAT64: total += call##_float64(t, __VA_ARGS__); break;             \
@@ -252,7 +252,7 @@ int64_t scalecom_choose(const tensor *tensors, int64_t count, double scale, doub
     EACH(choose, scale, extra, chosen)
     return total;
 }
-int64_t scalecom_take_and_accumulate(const tensor *tensors, int64_t count, double beta,
+int64_t scalecom_take_and_accumulate(tensor *tensors, int64_t count, double beta,
                                      double scale, double extra, const void *offsets, void *values,
                                      void *chosen) {
     if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;

@@ -26,6 +26,7 @@ typedef struct {
     int32_t offset_width; /* bytes of an offset; 0 if all are 0, and so lie nowhere (1 row) */
     int32_t frozen;       /* no longer trained: the residue stays, and zeros are sent */
     int32_t levels;       /* values travel as integers from -levels to levels; 0: as numbers */
+    double squares;       /* the sum of g * g, which take_and_accumulate writes */
 } tensor;
 
 /* `chosen` <- the row of each lane's largest |m + g|, and the scales of the values there (levels),
@@ -36,9 +37,10 @@ int64_t scalecom_choose(const tensor *tensors, int64_t count, double scale, doub
  * m[I] <- m[I] - beta * values; then m <- m + beta * g. All in one pass over memory.
  * With levels, values (int8) <- the integers nearest to the values over their scale, which are in
  * the buffer of offsets. If `chosen` is given: then as scalecom_choose.
+ * Each tensor's `squares` <- the sum of g * g, infinite if single precision cannot hold it.
  * Returns how many elements of g are bad (NaN, or larger than config.largest_gradient), and how
  * many values are not finite. Both count as zero. Or OFFSETS_OUTSIDE, as all that follow may. */
-int64_t scalecom_take_and_accumulate(const tensor *tensors, int64_t count, double beta,
+int64_t scalecom_take_and_accumulate(tensor *tensors, int64_t count, double beta,
                                      double scale, double extra, const void *offsets, void *values,
                                      void *chosen);
 /* grad <- scale * averages at I, zero elsewhere. */

@@ -36,8 +36,9 @@ static inline REAL NAME(sendable)(REAL m, REAL g, REAL extra) {
     return m + g + more;
 }
 
-/* The row of each lane of a tile that is sent, and m and g there, as they pass by. */
-typedef struct { INTEGER row[LANES]; REAL m[LANES], g[LANES]; } NAME(picks);
+/* The row of each lane of a tile that is sent, and m and g there, as they pass by. Besides, the sum
+ * of each lane's g * g. */
+typedef struct { INTEGER row[LANES]; REAL m[LANES], g[LANES], squares[LANES]; } NAME(picks);
 
 /* Of a lane: the row of the largest so far, the first of equals. */
 static inline void NAME(keep_larger)(INTEGER size, INTEGER row, INTEGER *best, INTEGER *winner) {
@@ -61,6 +62,7 @@ INLINE void NAME(row)(const GRAD_TYPE *restrict grad, REAL *restrict residue, in
         INTEGER here = -(picks->row[l] == row);
         picks->m[l] = here ? m : picks->m[l];
         picks->g[l] = here ? g : picks->g[l];
+        picks->squares[l] += g * g;
         REAL updated = m + beta * g;
         residue[l] = updated;
         if (chooses)
@@ -242,9 +244,10 @@ INLINE int64_t NAME(take_picks)(const NAME(picks) *picks, const tensor *t, tile 
 }
 
 /* As take_and_accumulate_tiles, run by run. */
-INLINE int64_t NAME(take_runs)(const tensor *t, REAL beta, REAL scale, REAL extra, wire to,
-                              int chooses, scaler *measures) {
+INLINE int64_t NAME(take_runs)(tensor *t, REAL beta, REAL scale, REAL extra, wire to, int chooses,
+                               scaler *measures) {
     int64_t bad = 0;
+    double squares[RUN] = {0};
     for (int64_t lane = 0; lane < t->k; lane += RUN) {
         int n = run_at(t, lane);
         REAL *residue = (REAL *)t->residue + lane, value[RUN], g[RUN];
@@ -252,14 +255,16 @@ INLINE int64_t NAME(take_runs)(const tensor *t, REAL beta, REAL scale, REAL extr
         if (t->frozen) memset(value, 0, sizeof value);
         bad += NAME(send)(value, t, (tile){.lane = lane, .n = n}, to);
         for (int l = 0; l < n; l++) residue[l] = residue[l] - beta * value[l] + beta * g[l];
+        for (int l = 0; l < n; l++) squares[l] += (double)g[l] * g[l];
         if (!chooses || !t->levels) continue;
         for (int l = 0; l < n; l++) value[l] = NAME(sendable)(residue[l], g[l], extra);
         NAME(measure_values)(measures, t, value, lane, n);
     }
+    for (int l = 0; l < RUN; l++) t->squares += squares[l];
     return bad;
 }
 
-INLINE int64_t NAME(take_and_accumulate_tiles)(const tensor *t, REAL beta, REAL scale, REAL extra,
+INLINE int64_t NAME(take_and_accumulate_tiles)(tensor *t, REAL beta, REAL scale, REAL extra,
                                                wire to, int chooses, void *chosen) {
     scaler measures = {0};
     if (chooses) {
@@ -272,18 +277,19 @@ INLINE int64_t NAME(take_and_accumulate_tiles)(const tensor *t, REAL beta, REAL 
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
         INTEGER best[LANES], winner[LANES];
-        NAME(picks) picks = {{0}, {0}, {0}};
+        NAME(picks) picks = {{0}, {0}, {0}, {0}};
         NAME(rows_of)(picks.row, at, to.offsets, t->offset_width);
         bad += NAME(accumulate_tile)(t, at, beta, scale, &picks, chooses, best, winner);
         bad += NAME(take_picks)(&picks, t, at, beta, extra, to, chooses, best, winner);
         if (chooses) NAME(store_rows)(t, at, chosen, winner);
         if (chooses && t->levels) NAME(measure)(&measures, t, at, winner, scale, extra);
+        for (int l = 0; l < at.n; l++) t->squares += picks.squares[l];
         lane += at.n;
     }
     return bad;
 }
 
-CLONES static int64_t NAME(take_and_accumulate)(const tensor *t, REAL beta, REAL scale, REAL extra,
+CLONES static int64_t NAME(take_and_accumulate)(tensor *t, REAL beta, REAL scale, REAL extra,
                                                 const void *offsets, void *values, void *chosen) {
     wire to = {
         .offsets = (const char *)offsets + t->offsets_at,
@@ -291,6 +297,7 @@ CLONES static int64_t NAME(take_and_accumulate)(const tensor *t, REAL beta, REAL
         .values = (char *)values + t->values_at * (t->levels ? 1 : sizeof(REAL)),
     };
     if (t->frozen) beta = 0;
+    t->squares = 0;
     if (!chosen) return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, 0, 0);
     return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, 1, chosen);
 }

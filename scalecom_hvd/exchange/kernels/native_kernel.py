@@ -51,6 +51,10 @@ class NativeKernel:
         self._taken = beta, wire
         return bad
 
+    def norms(self) -> torch.Tensor:
+        """(number of tensors,) float64: of g, as `take_and_accumulate` saw it pass."""
+        return torch.from_numpy(np.sqrt(self._table["squares"]))
+
     def scatter(
         self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, averages: torch.Tensor
     ) -> None:
