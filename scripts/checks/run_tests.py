@@ -89,11 +89,10 @@ def files(names: str) -> list[str]:
 TORCH = "join local_topk torch_*"  # join() comes first: see there
 # Without what each rank computes by itself, and how pages describe it. No launcher changes that.
 OF_MANY = f"{TORCH} -torch_pages -torch_profile -torch_momentum"
-# Two nodes of two ranks.
-NODES = """
-    ddp_fsdp_groups ddp_nodes ddp_sharded ddp_sharded_differential ddp_tensor_parallel torch_nodes
-    torch_node_steps
-"""
+# Two nodes of two ranks. The rest takes more than twice as long.
+EVERY_DAY = "ddp_fsdp_groups ddp_nodes ddp_sharded"
+REST = "ddp_sharded_differential ddp_tensor_parallel torch_nodes torch_node_steps"
+NODES = f"{EVERY_DAY} {REST}"
 # The tests of torch.distributed's face: its own, and those of both faces.
 DDP = f"""
     ddp_* -ddp_devices -{" -".join(NODES.split())}
@@ -119,7 +118,7 @@ SHORT = {
     "tensorflow, mpirun -np 2": on_ranks("tensorflow_*"),
     "single": pytest("single"),
     "ddp, torchrun -np 2": on_ranks(DDP),
-    "ddp nodes, torchrun -np 4": on_ranks(NODES),
+    "ddp nodes, torchrun -np 4": on_ranks(EVERY_DAY),
     "device, torchrun -np 2": on_ranks("ddp_devices", environment=LATE),
     "device, one process": pytest("delayed"),
     "integration": pytest("integration", f"{AT_ONCE} --timeout=300", alone=True),
@@ -133,6 +132,7 @@ LONG = {
         "torch_diagnostics torch_local_states torch_local_steps torch_methods torch_parity",
         marks="",
     ),
+    "ddp nodes, torchrun -np 4, the rest": on_ranks(REST),
     "programs, mpirun -np 3": on_ranks(PROGRAMS, "-k test_random_programs", environment=MINUTE),
     # What Gloo has added up before all ranks have come. It needs three ranks.
     "ddp, torchrun -np 3": on_ranks(

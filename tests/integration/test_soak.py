@@ -76,8 +76,8 @@ def test_torchrun_starts_workers_again(optimizer, rounds, point):
     plan, fault = Plan("torchrun", optimizer, soak.COMPRESSED, rounds), f"die {point}"
 
     def after_both_saved(job):
-        saved = lambda: {path.name[:12] for path in job.folder.glob("checkpoint-*.pt")}
-        job.wait_until(lambda: len(saved()) == 2, "nothing was saved")
+        files = [f"checkpoint-{rank}-*.pt" for rank in range(2)]
+        job.wait_until(lambda: all(map(any, map(job.folder.glob, files))), "nothing was saved")
         yield fault
 
     count, complaints, diaries = soak.watch(plan, 2, random.Random(0), after_both_saved)
