@@ -88,12 +88,7 @@ def local_members(
 
 
 def check_steps(
-    passes: int,
-    local_steps: object,
-    outer: object,
-    overlap: object,
-    fragments: object,
-    clip_changes: object,
+    passes: int, local_steps: object, outer: object, overlap: int, fragments: int, clip: object
 ) -> None:
     """Raise ValueError if an argument is wrong, or means nothing without local steps."""
     if passes <= 0:
@@ -104,7 +99,7 @@ def check_steps(
         (outer is not None, "outer", "applies the changes that local steps made"),
         (overlap != 0, "overlap", "lets local steps go on while their changes are averaged"),
         (fragments != 1, "fragments", "has parts of the local steps' changes averaged in turn"),
-        (clip_changes is not None, "clip_changes", "clips the changes that local steps made"),
+        (clip is not None, "clip_changes", "clips the changes that local steps made"),
     ):
         if given:
             raise ValueError(

@@ -42,10 +42,7 @@ class StartsAlike(Face):
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        refuses: bool = True,
-        of_shards: bool = False,
+        self, parameters: Mapping[str, torch.Tensor], refuses: bool = True, of_shards: bool = False
     ) -> None:
         self._own, self._is_new, self._refuses = dict(parameters), True, refuses
         self._of_shards = of_shards
