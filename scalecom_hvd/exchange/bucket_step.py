@@ -15,6 +15,7 @@ are indices into the accumulators of the whole bucket.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -55,8 +56,6 @@ class BucketStep:
             They count as zero here, and all ranks skip the step.
         has_received: whether the step was told its averages.
         sound: () whether it counts, once it is checked.
-        norms: (number of `compressed`,) of the gradients, in the residues' units, once `fill` was
-            called, or (0,) if the step is sent whole. The host does not wait for them.
 
     Raises:
         RuntimeError: a gradient differs from its tensor in size or device.
@@ -95,7 +94,6 @@ class BucketStep:
         for kernel, members in bucket.kernels:
             frozen = [self.frozen[i] for i in members]
             kernel.begin([own[i] for i in members], frozen, scale)
-        self.norms = torch.zeros(0, device="cpu")
 
     @property
     def _own_grads(self) -> list[torch.Tensor]:
@@ -302,22 +300,25 @@ class BucketStep:
         if self._vote is not None:
             values.flags[-1] = self._vote
         values.buffer[-1] = self.bad != 0
-        if not self.whole:
-            self._measure()
+        _ = self.norms  # now, so that no pass is left for when averages have arrived
         skipped = 0 if self.whole or self._in_place else values.averages.numel()
         self._reduced, self._averaged = values, filled[skipped:]
         return [self._averaged, *apart]
 
-    def _measure(self) -> None:
-        """Set `norms`. The C kernel has seen every gradient pass; others need a pass for this."""
+    @functools.cached_property
+    def norms(self) -> torch.Tensor:
+        """(number of `compressed`,) of the gradients, in the residues' units, after all moves.
+
+        The host does not wait for them. If the step is sent whole, there are none: (0,).
+        """
         kernels = self._bucket.kernels
         in_c = [(own, members) for own, members in kernels if isinstance(own, NativeKernel)]
-        if self._taken_at is not None and len(in_c) == len(kernels):
-            self.norms = torch.empty(len(self.compressed), dtype=torch.float64, device="cpu")
-            for own, members in in_c:
-                self.norms[members] = own.norms()
-        else:
-            self.norms = norms_of(self._own_grads) * self.scale
+        if self.whole or self._taken_at is None or len(in_c) < len(kernels):
+            return norms_of([] if self.whole else self._own_grads) * self.scale
+        norms = torch.empty(len(self.compressed), dtype=torch.float64, device="cpu")
+        for own, members in in_c:  # the C kernel has seen every gradient pass
+            norms[members] = own.norms()
+        return norms
 
     @property
     def values_bytes(self) -> int:
