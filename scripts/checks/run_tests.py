@@ -10,10 +10,10 @@
 A part has a time limit. Parts that compute all the time run at the same time, on separate cores.
 Then come the parts that start launchers and wait for them. Tests marked `long` belong to --long or
 --nightly. Each of the other tests runs once with each face: on 2 ranks (on 4 if it is about nodes),
-on Horovod under mpirun, and with torch.distributed under torchrun. With --long, tests of
-torch.distributed's face run again without Horovod, and on a device whose streams run late
-(tests/delayed). With --nightly, PyTorch's tests run again on 4 ranks and under Gloo. Of
-TensorFlow's only some run again, because tracing takes long.
+on Horovod under mpirun, and with torch.distributed under torchrun. Some files of TensorFlow and of
+nodes wait for --long. With --long, tests of torch.distributed's face run again without Horovod, and
+on a device whose streams run late (tests/delayed). With --nightly, PyTorch's tests run again on 4
+ranks and under Gloo. Of TensorFlow's only some run again, because tracing takes long.
 """
 
 from __future__ import annotations
@@ -89,10 +89,12 @@ def files(names: str) -> list[str]:
 TORCH = "join local_topk torch_*"  # join() comes first: see there
 # Without what each rank computes by itself, and how pages describe it. No launcher changes that.
 OF_MANY = f"{TORCH} -torch_pages -torch_profile -torch_momentum"
-# Two nodes of two ranks. The rest takes more than twice as long.
-EVERY_DAY = "ddp_fsdp_groups ddp_nodes ddp_sharded"
-REST = "ddp_sharded_differential ddp_tensor_parallel torch_nodes torch_node_steps"
-NODES = f"{EVERY_DAY} {REST}"
+# Two nodes of two ranks: what runs every day, and what takes more than twice as long.
+SOME_NODES = "ddp_fsdp_groups ddp_nodes ddp_sharded"
+OTHER_NODES = "ddp_sharded_differential ddp_tensor_parallel torch_nodes torch_node_steps"
+NODES = f"{SOME_NODES} {OTHER_NODES}"
+# What runs every day of TensorFlow. The pages' scripts train with Keras.
+KERAS_AND_TAPE = "tensorflow_pages tensorflow_parity tensorflow_state tensorflow_tape"
 # The tests of torch.distributed's face: its own, and those of both faces.
 DDP = f"""
     ddp_* -ddp_devices -{" -".join(NODES.split())}
@@ -115,24 +117,26 @@ SHORT = {
     "ruff format": Part("ruff format --check .", limit=60),
     "mypy": Part("mypy", limit=300),
     "torch, mpirun -np 2": on_ranks(TORCH),
-    "tensorflow, mpirun -np 2": on_ranks("tensorflow_*"),
+    "tensorflow, mpirun -np 2": on_ranks(KERAS_AND_TAPE),
     "single": pytest("single"),
     "ddp, torchrun -np 2": on_ranks(DDP),
-    "ddp nodes, torchrun -np 4": on_ranks(EVERY_DAY),
-    "device, torchrun -np 2": on_ranks("ddp_devices", environment=LATE),
+    "ddp nodes, torchrun -np 4": on_ranks(SOME_NODES),
     "device, one process": pytest("delayed"),
     "integration": pytest("integration", f"{AT_ONCE} --timeout=300", alone=True),
 }
 LONG = {
     # The pages' scripts say where they run.
-    "device, torchrun -np 2, the rest": on_ranks(
-        f"{DDP} -ddp_pages", "--timeout=200", environment=LATE, limit=2400
+    "device, torchrun -np 2": on_ranks(
+        f"{DDP} -ddp_pages ddp_devices", "--timeout=200", environment=LATE, limit=2400
+    ),
+    "tensorflow, mpirun -np 2, other files": on_ranks(
+        f"tensorflow_* -{' -'.join(KERAS_AND_TAPE.split())}"
     ),
     "ddp, torch alone, torchrun -np 2": on_ranks(
         "torch_diagnostics torch_local_states torch_local_steps torch_methods torch_parity",
         marks="",
     ),
-    "ddp nodes, torchrun -np 4, the rest": on_ranks(REST),
+    "ddp nodes, torchrun -np 4, other files": on_ranks(OTHER_NODES),
     "programs, mpirun -np 3": on_ranks(PROGRAMS, "-k test_random_programs", environment=MINUTE),
     # What Gloo has added up before all ranks have come. It needs three ranks.
     "ddp, torchrun -np 3": on_ranks(
