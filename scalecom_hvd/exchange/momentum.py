@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +133,7 @@ class QuasiHyperbolic:
         momentum = next((MOMENTA[name] for name in names if name in MOMENTA), None)
         mixes = []
         for group in optimizer.param_groups:
-            by_rate: dict[float, list[tuple[torch.Tensor, Kept]]] = {}
+            by_rate: dict[float, list[_Pair]] = {}
             for parameter in group["params"]:
                 name, grad = self._names.get(parameter), parameter.grad
                 if name is None or grad is None or grad.is_sparse:
@@ -148,10 +148,10 @@ class QuasiHyperbolic:
                     and (buffer := state.get(momentum.key)) is not None
                     and _fits(buffer, parameter)
                 ):
-                    by_rate.setdefault(rate, []).append((parameter, state))
+                    by_rate.setdefault(rate, []).append(_Pair(grad, state))
             for rate, pairs in by_rate.items():
                 kappa = kappa_of(rate, residues.config.nu)
-                mixes.append(_Mix(pairs, group, momentum, kappa, residues.step))
+                mixes.append(_Mix(pairs, group, momentum, kappa, residues.step, residues))
         return mixes
 
     def _note_step_without_exchange(self, optimizer: torch.optim.Optimizer) -> None:
@@ -173,27 +173,46 @@ class QuasiHyperbolic:
             log.warning(UNKNOWN, name)
 
 
+class _Pair(NamedTuple):
+    """A parameter's gradient, and what the optimizer keeps for the parameter."""
+
+    gradient: torch.Tensor
+    state: Kept
+
+
 class _Mix(NamedTuple):
     """Momenta of one of an optimizer's groups, in one step, that are mixed alike."""
 
-    states: list[tuple[torch.Tensor, Kept]]  # of each parameter
+    pairs: list[_Pair]
     group: Kept
     momentum: Momentum
     kappa: float
     step: int
+    residues: Residues
+    versions: Sequence[tuple[int, int]] = ()  # once they are mixed; see _versions_of
+
+    def kept(self, changes: bool) -> _Mix:
+        """The same mix, with copies of the gradients if they may change before the step's end.
+
+        changes: whether the script put hooks on the optimizer, which come before ours.
+        """
+        # With foreach, the default on GPUs, Nesterov's SGD adds its momentum to p.grad.
+        if not (changes or self.group.get("nesterov")):
+            return self
+        return self._replace(pairs=[_Pair(g.detach().clone(), state) for g, state in self.pairs])
 
 
 @torch.no_grad()
 def _mix(mixes: list[_Mix], back: bool) -> None:
     """Mix kappa of the gradients into momenta, or take it out again."""
     by_share: dict[tuple[float, float], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for states, group, momentum, kappa, step in mixes:
+    for pairs, group, momentum, kappa, step, *_ in mixes:
         # (b - kappa * g) / (1 - kappa) is the same mix with this share.
         share = -kappa / (1 - kappa) if back else kappa
         sign = -1 if group.get("maximize") else 1  # with which the optimizer takes gradients
         size: Size | None = None
-        for parameter, state in states:
-            buffer, gradient = local_part(state[momentum.key]), local_part(parameter.grad)
+        for grad, state in pairs:
+            buffer, gradient = local_part(state[momentum.key]), local_part(grad)
             if gradient.dtype != buffer.dtype:
                 gradient = gradient.to(buffer.dtype)
             if size is None or "step" in state:  # some count the steps of each parameter
@@ -202,8 +221,8 @@ def _mix(mixes: list[_Mix], back: bool) -> None:
                 buffer.lerp_(gradient * size, share)
             elif size:
                 by_share.setdefault((share, size), []).append((buffer, gradient))
-    for (share, size), pairs in by_share.items():
-        buffers, gradients = map(list, zip(*pairs, strict=True))
+    for (share, size), both in by_share.items():
+        buffers, gradients = map(list, zip(*both, strict=True))
         if size == 1:
             torch._foreach_lerp_(buffers, gradients, share)
         else:
@@ -227,6 +246,8 @@ _everyone: weakref.WeakSet[QuasiHyperbolic] = weakref.WeakSet()
 # The mixes of optimizers whose steps have begun. Horovod's optimizer calls, in its step, the step
 # of the class that it is made from, and PyTorch calls the hooks of both.
 _begun: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[_Mix]] = weakref.WeakKeyDictionary()
+# Hooks that are on an optimizer for one step.
+_last: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 # Optimizers that average gradients in their step. What serves them may be made meanwhile.
 _averaging: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -246,8 +267,36 @@ def _begin(optimizer: torch.optim.Optimizer) -> None:
     is_outer = _is_outer(optimizer)
     mixes = [mix for each in list(_everyone) for mix in each.mixes_of(optimizer, is_outer)]
     if mixes and _takes_step(optimizer):
-        _begun[optimizer] = mixes
+        changes = bool(getattr(optimizer, "_optimizer_step_post_hooks", False))
+        mixes = [mix.kept(changes) for mix in mixes]
         _mix(mixes, back=False)
+        _begun[optimizer] = [mix._replace(versions=_versions_of(mix)) for mix in mixes]
+
+
+def _versions_of(mix: _Mix) -> list[tuple[int, int]]:
+    """The version of each gradient, and of each momentum. Changes in place raise it."""
+    pairs = [(gradient, state[mix.momentum.key]) for gradient, state in mix.pairs]
+    return [(_version(gradient), _version(buffer)) for gradient, buffer in pairs]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _take_back(mixes: list[_Mix]) -> None:
+    """A step has failed. Momenta become what they were, or what the step had made of them.
+
+    If a gradient was overwritten since, its momentum remains mixed.
+    """
+    for mix in mixes:
+        found = zip(mix.pairs, mix.versions, _versions_of(mix), strict=True)
+        left = [(pair, then[1] != now[1]) for pair, then, now in found if then[0] == now[0]]
+        for has_stepped in (False, True):
+            own = mix._replace(
+                pairs=[pair for pair, stepped in left if stepped == has_stepped],
+                step=mix.step - (not has_stepped),
+            )
+            _mix([own], back=True)
 
 
 @torch.no_grad()
@@ -270,12 +319,20 @@ def _takes_step(optimizer: Any) -> bool:
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    mixes = _begun.get(optimizer, ())
+    if any(mix.residues.step != mix.step for mix in mixes):  # there are new averages
+        _take_back(_begun.pop(optimizer))
     if optimizer in _begun:
         return None
     first, *rest = args  # the optimizer
     closure = {"closure": rest[0] if rest else None, **kwargs}["closure"]
     if not callable(closure):
-        _begin(optimizer)
+        _release(optimizer)
+        if getattr(optimizer, "_optimizer_step_pre_hooks", False):
+            # The optimizer's own hooks come after this one, and may clip gradients.
+            _last[optimizer] = optimizer.register_step_pre_hook(not_compiled(_begin_last))
+        else:
+            _begin(optimizer)
         return None
 
     @functools.wraps(closure)
@@ -289,7 +346,18 @@ def _before_step(
     return (first, closed, *rest[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
 
+def _begin_last(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if optimizer not in _begun:
+        _begin(optimizer)
+
+
+def _release(optimizer: torch.optim.Optimizer) -> None:
+    if (own := _last.pop(optimizer, None)) is not None:
+        own.remove()
+
+
 def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    _release(optimizer)
     _averaging.discard(optimizer)
     mixes = _begun.pop(optimizer, None)
     if mixes:

@@ -30,6 +30,7 @@ PLAIN = {
     "Nesterov, decay": functools.partial(momentum_sgd, nesterov=True, weight_decay=0.05),
     "maximize": functools.partial(momentum_sgd, maximize=True, weight_decay=0.05),
     "SGD, foreach": functools.partial(momentum_sgd, foreach=True),
+    "Nesterov, foreach": functools.partial(momentum_sgd, nesterov=True, foreach=True),
     "SGD, fused": functools.partial(momentum_sgd, fused=True),
     "Adam": functools.partial(Adam, lr=0.01),
     "Adam, decay": functools.partial(Adam, lr=0.01, weight_decay=0.1, foreach=True),
@@ -262,6 +263,59 @@ def test_a_closure_that_fails_changes_nothing():
         served.optimizer.step(lambda: 1 / 0)
     served.train(range(1, 4))
     assert_close(served.named, by_oracle(PLAIN["momentum"], 4)[0])
+
+
+class Fails(SGD):
+    """Its step may fail before, or after, it has changed anything."""
+
+    when = None
+
+    def step(self, closure=None):
+        if self.when == "before":
+            raise ZeroDivisionError
+        result = super().step(closure)
+        if self.when == "after":
+            raise ZeroDivisionError
+        return result
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_step_that_fails_leaves_no_mix(when):
+    make = functools.partial(Fails, lr=0.1, momentum=0.9)
+    served = Served(make).train(range(3))
+    served.optimizer.when = when
+    with pytest.raises(ZeroDivisionError):
+        served.step(3)
+    served.optimizer.when = None
+    served.train(range(4, 7))
+    named = parameters()
+    expected = oracle.Steps(momentum_sgd(named.values()), dict.fromkeys(named.values(), KAPPA))
+    for number in range(7):
+        feed(named, number)
+        if number == 3 and when == "before":
+            expected.count += 1  # gradients were averaged
+        else:
+            expected.step()
+    assert_close(served.named, named)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_hooks_of_the_scripts_own_may_change_gradients(to_none):
+    """It clips gradients before each step, and zeros them after it."""
+
+    def clip(named):
+        nn.utils.clip_grad_norm_(named.values(), 0.5)
+
+    served, named = Served(momentum_sgd), parameters()
+    served.optimizer.register_step_pre_hook(lambda *_: clip(served.named))
+    served.optimizer.register_step_post_hook(lambda own, *_: own.zero_grad(to_none))
+    expected = oracle.Steps(momentum_sgd(named.values()), dict.fromkeys(named.values(), KAPPA))
+    for number in range(6):
+        served.step(number)
+        feed(named, number)
+        clip(named)
+        expected.step()
+    assert_close(served.named, named)
 
 
 @pytest.mark.parametrize("fused", [True, False])
