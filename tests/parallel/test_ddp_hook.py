@@ -540,6 +540,24 @@ def test_steps_sent_whole_are_ddps_own(settings, monkeypatch):
     assert (stats["step"], stats["skipped_steps"]) == (8, 1)
 
 
+@pytest.mark.parametrize("settings", [{}, {"warmup_steps": 2}], ids=str)
+def test_residues_are_in_the_models_order_whatever_its_memory_format(settings):
+    def trained(layout):
+        weights = {"w": nn.Parameter(torch.zeros(4, 3, 5, 5).to(memory_format=layout))}
+        weights["gaps"] = nn.Parameter(torch.zeros(6, 10)[:, ::2])
+        model = DistributedDataParallel(Given(weights))
+        state = ScaleComState(model, rate=10, **ALL | settings)
+        model.register_comm_hook(state, scalecom_hook)
+        for step in range(4):
+            model.zero_grad()
+            shapes = {name: p.shape for name, p in weights.items()}
+            model(gradients(shapes, dist.get_rank(), step)).backward()
+        return state.state_dict()["residues"] | {f"{n}'s": p.grad for n, p in weights.items()}
+
+    one, other = map(trained, (torch.contiguous_format, torch.channels_last))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_what_waited_is_not_lost_if_a_script_throws_it_away_before_whole_steps(monkeypatch):
     """The first step on this rung sends all that waits. Nobody uses it, so it comes back."""
     monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", SendsWhole)
