@@ -214,7 +214,8 @@ class ScaleComReference:
 
     def rate_of(self, name: str) -> float:
         """The rate at which a compressed tensor is sent in this step."""
-        return self.rates[name] or self._stage_at(self.step_number).rate
+        is_whole = self.rung == WHOLE  # its first step sends all that waits
+        return (not is_whole and self.rates[name]) or self._stage_at(self.step_number).rate
 
 
 def select(accumulator: Array, lanes: Lanes, selection: str) -> Indices:

@@ -267,8 +267,8 @@ class ScaleComState:
                     "precision. Leave out mixed_precision= and fp16_compress_wrapper, and use "
                     "torch.autocast"
                 )
-            # The bucket's view takes every gradient for a contiguous one. But in memory it is laid
-            # out as its parameter, if that has no gaps (channels_last): as empty_like would make it.
+            # The bucket's view takes every gradient for a contiguous one. But memory is laid out as
+            # the parameter, if that has no gaps (channels_last): as empty_like would make it.
             if not parameter.is_contiguous():
                 strides = torch.empty_like(parameter, device="meta").stride()
                 gradient = gradient.as_strided(parameter.shape, strides)

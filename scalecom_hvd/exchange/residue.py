@@ -34,7 +34,7 @@ class CompressedTensor:
 
     Attributes:
         residue: (N,) float32 or float64, zero at the start.
-        own_rate: its rate in all stages. None: the stage says it.
+        own_rate: its rate in all stages but the rung "whole". None: the stage says it.
         rate, geometry, levels: its rate, its lanes and L of its integers (0: none) in the coming
             step.
         few_bits: whether values may be integers in some stage.
@@ -59,13 +59,17 @@ class CompressedTensor:
 
     def enter(self, stage: Stage) -> None:
         """Take the rate, the lanes and the bits of a stage."""
-        self.rate = stage.rate if self.own_rate is None else self.own_rate
-        self.geometry, self.levels = self.lanes(stage), levels_of(stage.bits)
+        self.rate, self.levels = self._rate_in(stage), levels_of(stage.bits)
+        self.geometry = self.lanes(stage)
 
     def lanes(self, stage: Stage) -> Lanes:
         """Its lanes in a stage."""
-        rate = stage.rate if self.own_rate is None else self.own_rate
-        return geometry(self.residue.numel(), rate, self._selection)
+        return geometry(self.residue.numel(), self._rate_in(stage), self._selection)
+
+    def _rate_in(self, stage: Stage) -> float:
+        # Its first step on this rung sends all that waits, and the others need no rate.
+        is_rung_whole = stage is LADDER[WHOLE]
+        return stage.rate if self.own_rate is None or is_rung_whole else self.own_rate
 
 
 class Residues:
