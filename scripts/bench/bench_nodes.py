@@ -190,6 +190,7 @@ def main() -> None:
     if "RANK" in os.environ:
         work(args)
         return
+    hosts.install()
     for n in args.hosts:
         for mbit in args.mbit:
             found = measure(n, mbit or None, args)
