@@ -107,9 +107,11 @@ PROGRAMS = "torch_differential torch_local_differential"
 UNLIKE = "tensorflow_tape::gradients_that_come_later_on_one_rank_alone"
 # They run at the same time, the longest first: see tests/integration/conftest.py.
 AT_ONCE = f"-n {min(4, len(CORES))} --dist loadgroup --no-loadscope-reorder"
-# Tests of tests/integration that kill ranks, or run on several hosts.
-KILLING = ["hosts", "tensorflow_elastic", "faults", "soak", "doctor_ranks", "nodes"]
+# Tests of tests/integration that kill ranks, run on several hosts, or train to an accuracy.
+KILLING = ["hosts", "accuracy", "tensorflow_elastic", "faults", "soak", "doctor_ranks", "nodes"]
 OTHERS = " ".join(f"--ignore=tests/integration/test_{name}.py" for name in KILLING)
+# Half of the time of tests/single. What ranks do needs kernels too, and notices most of it.
+KERNELS = [f"tests/single/test_{name}.py" for name in ("kernels", "torch_kernels", "triton")]
 
 # The longest come first.
 SHORT = {
@@ -118,7 +120,7 @@ SHORT = {
     "mypy": Part("mypy", limit=300),
     "torch, mpirun -np 2": on_ranks(TORCH),
     "tensorflow, mpirun -np 2": on_ranks(KERAS_AND_TAPE),
-    "single": pytest("single"),
+    "single": pytest("single", f"--timeout=200 {' '.join(f'--ignore={file}' for file in KERNELS)}"),
     "ddp, torchrun -np 2": on_ranks(DDP),
     "ddp nodes, torchrun -np 4": on_ranks(SOME_NODES),
     "device, one process": pytest("delayed"),
@@ -136,6 +138,7 @@ LONG = {
         "torch_diagnostics torch_local_states torch_local_steps torch_methods torch_parity",
         marks="",
     ),
+    "kernels": dataclasses.replace(pytest(""), tests=KERNELS),
     "ddp nodes, torchrun -np 4, other files": on_ranks(OTHER_NODES),
     "programs, mpirun -np 3": on_ranks(PROGRAMS, "-k test_random_programs", environment=MINUTE),
     # What Gloo has added up before all ranks have come. It needs three ranks.

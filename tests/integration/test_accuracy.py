@@ -8,11 +8,14 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 WORKER = Path(__file__).with_name("worker_accuracy.py")
 # How many points of acc9 may be lost in 280 steps at rate 50, which are 5.6 sends per element.
 BOUND = 5
 
 
+@pytest.mark.long
 def test_accuracy_is_kept_and_the_bound_catches_broken_compressors(launched):
     output = launched("mpirun", 2, [WORKER], limit=240)
     reached = json.loads(re.search(r"REACHED (\{.*\})", output).group(1))
