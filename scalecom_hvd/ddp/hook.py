@@ -25,7 +25,7 @@ from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.face import Face, Options
 from scalecom_hvd.exchange.faces import SHARDED, check_no_engine, check_not_sharded
-from scalecom_hvd.exchange.gradients import flat_tensor, wide_dtype
+from scalecom_hvd.exchange.gradients import current_backward, flat_tensor, wide_dtype
 from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.node_exchange import NodeExchange
@@ -222,7 +222,7 @@ class ScaleComState:
             self._layout.buckets = [list(reduced.gradients) for reduced in everything]
             self._missing = set(self._names)
             # A rank that has joined (model.join()) calls this outside of any backward.
-            has_joined = torch._C._current_graph_task_id() == -1
+            has_joined = current_backward() == -1
             self._thread.submit(self._finish, everything, has_joined)
         elif bucket.is_last():
             self._refuse_missing()

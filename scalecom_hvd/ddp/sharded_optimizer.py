@@ -22,7 +22,7 @@ from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.face import Options
 from scalecom_hvd.exchange.faces import check_parameters, skip_nothing
-from scalecom_hvd.exchange.gradients import flat_tensor, local_part
+from scalecom_hvd.exchange.gradients import current_backward, flat_tensor, local_part
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.not_compiled import not_compiled
@@ -87,7 +87,7 @@ class ShardedGradients:
 
     def came(self, parameter: torch.Tensor) -> None:
         """Note that FSDP2 has reduced a gradient inside the node. Waits for nothing."""
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if self._backward != backward:
             if backward < self._latest:  # autograd counts upwards
                 raise RuntimeError(
@@ -188,7 +188,7 @@ class ShardedGradients:
 
     def refuse_inside_backward(self) -> None:
         """Raise an error if backward has brought gradients, and has not ended."""
-        if self._backward is not None and torch._C._current_graph_task_id() == self._backward:
+        if self._backward is not None and current_backward() == self._backward:
             raise RuntimeError(
                 "step() was called inside backward, by a hook. Gradients of shards are averaged "
                 "between nodes when backward ends: call step() after backward()"

@@ -27,6 +27,21 @@ class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
         self.result = result
 
 
+def current_backward() -> int:
+    """The number of the backward pass that calls this; -1: none does. Later ones have larger ones.
+
+    Raises:
+        RuntimeError: PyTorch no longer tells it. There is no public way to ask.
+    """
+    ask = getattr(torch._C, "_current_graph_task_id", None)
+    if ask is None:
+        raise RuntimeError(
+            f"PyTorch {torch.__version__} does not say which backward pass runs: take version 2.13, "
+            "with which this library is tested"
+        )
+    return ask()
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded tensor (DTensor), or the tensor itself, in the same memory.
 
