@@ -36,7 +36,7 @@ def current_backward() -> int:
     ask = getattr(torch._C, "_current_graph_task_id", None)
     if ask is None:
         raise RuntimeError(
-            f"PyTorch {torch.__version__} does not say which backward pass runs: take version 2.13, "
+            f"PyTorch {torch.__version__} does not say which backward pass runs: take 2.13, "
             "with which this library is tested"
         )
     return ask()
