@@ -30,6 +30,12 @@ def test_an_outlier_is_much_longer_than_all_recent_gradients(norms, last):
     assert recent.outliers == (last < 1)
 
 
+def test_an_outlier_does_not_hide_the_next_one():
+    shares, recent = after([1.0] * LEAST + [1000.0, 1000.0])
+    assert shares[LEAST:] == [2.0**-8, 2.0**-6]
+    assert recent.outliers == 2
+
+
 def test_gradients_that_grow_for_good_are_outliers_for_a_few_steps():
     shares, _ = after([1.0] * LEAST + [1000.0] * 20)
     assert shares[-1] == 1.0
