@@ -5,34 +5,13 @@ A rank that has no residues in it begins with empty ones, and the log says so.
 
 import logging
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from faces import hvd
 from models import same_on_all_ranks
-from torch import nn
+from test_ddp_optimizer import make, take
 
-from scalecom_hvd.ddp import DistributedOptimizer, PerRank, ScaleCom, broadcast_parameters
-
-SETTINGS = {"rate": 10, "dense": (), "warmup_steps": 0, "min_numel": 2}
-
-
-def make(process_group=None):
-    torch.manual_seed(3)
-    model = nn.Linear(60, 60)
-    broadcast_parameters(model, process_group=process_group)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    method = ScaleCom(**SETTINGS)
-    names = model.named_parameters()
-    return model, DistributedOptimizer(sgd, names, method, process_group=process_group)
-
-
-def train(model, optimizer, steps):
-    for step in steps:
-        random = torch.Generator().manual_seed(100 * step + hvd.rank())
-        optimizer.zero_grad()
-        model(torch.randn(4, 60, generator=random)).square().mean().backward()
-        optimizer.step()
+from scalecom_hvd.ddp import PerRank
 
 
 def waits(method):
@@ -50,7 +29,7 @@ def assert_is_without_residues_and_goes_on(model, optimizer, is_new, caplog):
     said = any("residue" in message for message in warnings)
     everyone = hvd.allgather_object((is_new, said))
     assert all(said for is_new, said in everyone if is_new), "no warning says that residues are new"
-    train(model, optimizer, range(3, 6))
+    take(model, optimizer, range(3, 6))
     assert same_on_all_ranks(model.parameters())
     assert optimizer.compression.stats()["step"] == 6
 
@@ -63,7 +42,7 @@ def test_residues_of_a_gpu_that_is_not_here():
             self.devices = {residue.device.type for residue in state["residues"].values()}
 
     model, optimizer = make()
-    train(model, optimizer, range(3))
+    take(model, optimizer, range(3))
     loading = Loading()
     PerRank(loading).load_state_dict(PerRank(optimizer.compression).state_dict())
     assert loading.devices == {"cpu"}
@@ -72,7 +51,7 @@ def test_residues_of_a_gpu_that_is_not_here():
 def test_a_state_without_this_ranks_key(caplog):
     caplog.set_level(logging.WARNING, "scalecom_hvd")
     model, optimizer = make()
-    train(model, optimizer, range(3))
+    take(model, optimizer, range(3))
     everyone = hvd.allgather_object(PerRank(optimizer.compression).state_dict())
     saved = {name: own for each in everyone for name, own in each.items()}
     is_new = hvd.rank() == hvd.size() - 1
@@ -89,7 +68,7 @@ def test_a_checkpoint_that_fewer_ranks_saved(caplog, shared_folder):
     """dcp.load loads it as it is, or if told that something may be missing."""
     caplog.set_level(logging.WARNING, "scalecom_hvd")
     model, optimizer = make()
-    train(model, optimizer, range(3))
+    take(model, optimizer, range(3))
     saving = dist.new_group(list(range(hvd.size() - 1)))
     is_new = hvd.rank() == hvd.size() - 1
     if not is_new:
@@ -118,8 +97,8 @@ def test_residues_of_another_rank_of_another_number_of_ranks(caplog):
     if n == 2:  # a run of one rank has no residues
         return
     parts = [dist.new_group(list(range(n - 1))), dist.new_group([n - 1])]
-    model, optimizer = make(parts[rank == n - 1])
-    train(model, optimizer, range(3))
+    model, optimizer = make(process_group=parts[rank == n - 1])
+    take(model, optimizer, range(3))
     rank_0s = hvd.broadcast_object(optimizer.compression.state_dict())
 
     again, optimizer = make()
