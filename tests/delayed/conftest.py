@@ -12,13 +12,7 @@ import delayed
 
 
 @pytest.fixture(autouse=True)
-def the_defaults(monkeypatch):
-    """Mix the optimizer's momentum unless a test asks for something else."""
-    monkeypatch.delenv("SCALECOM_NU")
-
-
-@pytest.fixture(autouse=True)
-def usual_delay():
+def usual_delay(nu_is_open):
     delayed.set_delay(0.005)
     before = delayed.foreign_devices()
     yield

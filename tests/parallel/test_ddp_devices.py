@@ -20,6 +20,8 @@ import scalecom_hvd.ddp as ddp
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.waves import Waves
 
+pytestmark = pytest.mark.usefixtures("nu_is_open")
+
 SETTINGS = {"rate": 5, "min_numel": 20, "bucket_bytes": 2000}
 FORMS = {
     "the defaults": {},
@@ -29,12 +31,6 @@ FORMS = {
     "local steps": {"options": {"local_steps": 3, "overlap": 1}, "steps": 10},
 }
 only_delayed = pytest.mark.skipif(DEVICE != "delayed", reason="asks that device for its waits")
-
-
-@pytest.fixture(autouse=True)
-def the_defaults(monkeypatch):
-    """Mix the optimizer's momentum unless a test asks for something else."""
-    monkeypatch.delenv("SCALECOM_NU")
 
 
 def make_model(device):

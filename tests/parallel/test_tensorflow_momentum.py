@@ -16,12 +16,7 @@ from scalecom_hvd.quasi_hyperbolic import kappa_of
 from scalecom_hvd.reference import ScaleComReference
 from scalecom_hvd.tensorflow import momentum
 
-
-@pytest.fixture(autouse=True)
-def nu_is_open(monkeypatch):
-    monkeypatch.delenv("SCALECOM_NU", raising=False)  # see tests/conftest.py
-
-
+pytestmark = pytest.mark.usefixtures("nu_is_open")
 NEW, LEGACY = tf.keras.optimizers, tf.keras.optimizers.legacy
 LossScaleOptimizer = tf.keras.mixed_precision.LossScaleOptimizer
 STEPS, LR, DECAY = 8, 0.01, 0.02
