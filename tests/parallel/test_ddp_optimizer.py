@@ -129,17 +129,13 @@ def test_a_refused_step_leaves_nothing_behind():
 
 
 def test_what_cannot_work_is_refused():
-    model, optimizer = make()
+    model, _ = make()
     with pytest.raises(ValueError, match="named_parameters does not name"):
         DistributedOptimizer(torch.optim.SGD(model.parameters()), [("weight", model.weight)])
     with pytest.raises(TypeError, match="must be a method"):
         DistributedOptimizer(torch.optim.SGD(model.parameters()), compression="top-k")
     with pytest.raises(ValueError, match="AVG"):
         DistributedOptimizer(torch.optim.SGD(model.parameters()), op=dist.ReduceOp.MAX)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    backward(model)
-    with pytest.raises(RuntimeError, match="a parameter was added"):
-        optimizer.step()
     with pytest.raises(ValueError, match="no backend .* serves meta"):
         DistributedOptimizer(torch.optim.SGD(nn.Linear(3, 3, device="meta").parameters()))
 
