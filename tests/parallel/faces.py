@@ -9,7 +9,8 @@ import os
 
 import pytest
 
-if "TORCHELASTIC_RUN_ID" in os.environ:
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+if UNDER_TORCHRUN:
     import ddp_face as hvd
     import ddp_stock as stock
 else:
@@ -17,11 +18,9 @@ else:
 
     import scalecom_hvd.torch as hvd
 
-__all__ = ["horovods_alone", "hvd", "in_every_library", "stock"]
+__all__ = ["UNDER_TORCHRUN", "horovods_alone", "hvd", "in_every_library", "stock"]
 
-horovods_alone = pytest.mark.skipif(
-    "TORCHELASTIC_RUN_ID" in os.environ, reason="of Horovod's face alone"
-)
+horovods_alone = pytest.mark.skipif(UNDER_TORCHRUN, reason="of Horovod's face alone")
 # The libraries with a DistributedOptimizer that takes ScaleCom.
 in_every_library = pytest.mark.parametrize(
     "library", [hvd, pytest.param(stock, marks=horovods_alone)], ids=["drop-in", "stock"]

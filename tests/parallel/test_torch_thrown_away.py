@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from faces import hvd, in_every_library, stock
+from faces import UNDER_TORCHRUN, horovods_alone, hvd, in_every_library, stock
 from made_up import gradients
 from models import Given, parameters, same_on_all_ranks, wrap
 from test_torch_changed_gradients import refuses
@@ -25,16 +25,14 @@ SHAPES = {"weight": (60, 100), "bias": (50,)}
 SETTINGS = {"rate": 10, "beta": 1.0, "dense": (), "min_numel": 60, "outliers": None}
 STEPS = 10
 WARNS = re.compile("no optimizer step (has )?used")
-UNDER_TORCHRUN = torch.distributed.is_initialized()
 under_torchrun = pytest.mark.skipif(not UNDER_TORCHRUN, reason="torchrun has not started the ranks")
 HOOKS = [
     pytest.param({"gradient_as_bucket_view": as_view}, id=f"hook{as_view:d}", marks=under_torchrun)
     for as_view in (False, True)
 ]
 with_hooks = pytest.mark.parametrize("face", HOOKS)
-of_horovod = pytest.mark.skipif(UNDER_TORCHRUN, reason="of Horovod")
 on_every_face = pytest.mark.parametrize(
-    "face", [hvd, pytest.param(stock, marks=of_horovod), *HOOKS]
+    "face", [hvd, pytest.param(stock, marks=horovods_alone), *HOOKS]
 )
 
 
