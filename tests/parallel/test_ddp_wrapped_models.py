@@ -94,8 +94,7 @@ def test_parameters_that_ddp_ignores(state_is_made):
         assert "ScaleComState" in refusal
         assert state_is_made != "last"
         return
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def with_hook(model):
@@ -130,8 +129,7 @@ def test_a_step_that_is_compiled_as_a_whole(face):
     reasons = " ".join(torch._dynamo.utils.counters["graph_break"])
     assert torch._dynamo.utils.counters["frames"]["ok"] < 60  # plain DDP's are 45
     assert "GradBucket" not in reasons
-    for one, other in zip(*trained, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*trained, rtol=1e-5, atol=1e-6)
 
 
 def test_what_a_joined_rank_averaged_was_not_thrown_away(caplog):
