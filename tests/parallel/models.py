@@ -284,9 +284,10 @@ def on_some_rank(fact) -> bool:
     return bool(hvd.allreduce(torch.tensor(float(fact)), op=hvd.Sum, name="on_some_rank"))
 
 
-def same_on_all_ranks(tensors) -> bool:
+def same_on_all_ranks(tensors, **among) -> bool:
+    """Whether tensors are equal to the bit. among: a process_set, if not all ranks ask."""
     from faces import hvd
 
     flat = torch.cat([t.detach().double().reshape(-1) for t in tensors])
-    everyone = hvd.allgather(flat.unsqueeze(0), name="same_on_all_ranks")
+    everyone = hvd.allgather(flat.unsqueeze(0), name="same_on_all_ranks", **among)
     return all(torch.equal(row, everyone[0]) for row in everyone)

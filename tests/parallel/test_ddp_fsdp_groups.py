@@ -7,22 +7,10 @@ import gc
 import weakref
 
 import pytest
+import test_ddp_sharded as sharded
 import torch
 from devices import DEVICE
 from models import OPTIMIZERS
-from test_ddp_sharded import (
-    NODES,
-    Net,
-    assert_close,
-    local,
-    make,
-    make_mesh,
-    of_sgd,
-    plain,
-    shard,
-    take,
-    whole,
-)
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,13 +53,12 @@ def test_gradients_are_divided_as_in_plain_fsdp2(factors, dimensions):
         pytest.skip("plain FSDP2 frees shards that another stream reads, which CUDA reuses later")
     mesh = init_device_mesh(DEVICE, (2, size // 2), mesh_dim_names=("replicate", "shard"))
     stock, ours = (gradients(mesh, mesh[dimensions], plain, *factors) for plain in (True, False))
-    for one, other in zip(stock, ours, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(stock, ours)
 
 
 def test_fsdp2_averages_between_nodes_only_when_no_optimizer_does(monkeypatch):
-    model, first = make("sgd", rate=1)
-    other, optimizer = plain("sgd")
+    model, first = sharded.make("sgd", rate=1)
+    other, optimizer = sharded.plain("sgd")
     sizes, reduce = set(), dist.all_reduce
 
     def watched(tensor, *args, group=None, **kwargs):
@@ -81,31 +68,31 @@ def test_fsdp2_averages_between_nodes_only_when_no_optimizer_does(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", watched)
 
     def go(step, own, size):
-        take(other, optimizer, step)
+        sharded.take(other, optimizer, step)
         sizes.clear()
-        take(model, own, step)
+        sharded.take(model, own, step)
         assert sizes == {size}, step
 
     gc.disable()  # it comes at different times on different ranks
     try:
         go(0, first, 1)
-        second = of_sgd(model)
+        second = sharded.of_sgd(model)
         del first
         go(1, second, 1)
-        third = of_sgd(model)
+        third = sharded.of_sgd(model)
         del third
-        go(2, second, NODES)
+        go(2, second, sharded.NODES)
         del second
-        go(3, OPTIMIZERS["sgd"](model.parameters()), NODES)
+        go(3, OPTIMIZERS["sgd"](model.parameters()), sharded.NODES)
     finally:
         gc.enable()
-    assert_close(model, whole(other))
+    sharded.assert_close(model, sharded.whole(other))
 
 
 @pytest.mark.on_cpus
 def test_a_model_that_holds_its_optimizer_goes():
-    model, model.optimizer = make("sgd")
-    take(model, model.optimizer, 0)
+    model, model.optimizer = sharded.make("sgd")
+    sharded.take(model, model.optimizer, 0)
     gone = weakref.ref(model)
     del model
     gc.collect()
@@ -114,38 +101,39 @@ def test_a_model_that_holds_its_optimizer_goes():
 
 def test_several_optimizers_of_one_model():
     """The gradients of a fully_shard group are averaged between nodes by FSDP2, or by us."""
-    model, other = shard(Net().double()), shard(Net().double(), make_mesh())
+    model = sharded.shard(sharded.Net().double())
+    other = sharded.shard(sharded.Net().double(), sharded.make_mesh())
     names = [name for name, _ in model.named_parameters()]
-    one = of_sgd(model, names[::2])
+    one = sharded.of_sgd(model, names[::2])
     with pytest.raises(RuntimeError, match=f"{names[1]} shares .* give it to a DistributedOpt"):
-        take(model, one, 0)
+        sharded.take(model, one, 0)
     model.zero_grad()
-    others = of_sgd(model, names[1::2])
+    others = sharded.of_sgd(model, names[1::2])
     optimizer = OPTIMIZERS["sgd"](other.parameters())
     for step in range(3):
         others.zero_grad()
-        take(model, one, step)
+        sharded.take(model, one, step)
         others.step()
-        take(other, optimizer, step)
-    assert_close(model, whole(other))
+        sharded.take(other, optimizer, step)
+    sharded.assert_close(model, sharded.whole(other))
 
 
 def test_a_mesh_whose_dimensions_have_other_names():
-    names, shape = ("dp_replicate", "dp_shard"), (NODES, local())
-    model, other = Net().double(), Net().double()
+    names, shape = ("dp_replicate", "dp_shard"), (sharded.NODES, sharded.local())
+    model, other = sharded.Net().double(), sharded.Net().double()
     for each in (model, other):
-        shard(each, init_device_mesh(DEVICE, shape, mesh_dim_names=names))
-    wrapped, optimizer = of_sgd(model), OPTIMIZERS["sgd"](other.parameters())
+        sharded.shard(each, init_device_mesh(DEVICE, shape, mesh_dim_names=names))
+    wrapped, optimizer = sharded.of_sgd(model), OPTIMIZERS["sgd"](other.parameters())
     for step in range(2):
-        take(model, wrapped, step)
-        take(other, optimizer, step)
-    assert_close(model, whole(other))
+        sharded.take(model, wrapped, step)
+        sharded.take(other, optimizer, step)
+    sharded.assert_close(model, sharded.whole(other))
 
 
 def test_a_pytorch_without_the_private_names_is_refused(monkeypatch):
-    model = shard(Net())
-    one = shard(Net(), make_mesh()["shard"])
+    model = sharded.shard(sharded.Net())
+    one = sharded.shard(sharded.Net(), sharded.make_mesh()["shard"])
     monkeypatch.delattr(FSDPParamGroup, "_all_reduce_process_group")
     with pytest.raises(RuntimeError, match='mesh=mesh\\["shard"\\]'):
-        of_sgd(model)
-    of_sgd(one)
+        sharded.of_sgd(model)
+    sharded.of_sgd(one)

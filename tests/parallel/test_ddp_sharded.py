@@ -15,23 +15,11 @@ from devices import DEVICE
 from faces import hvd
 from models import OPTIMIZERS, SETTINGS, assert_groups_go, same_on_all_ranks
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
 from torch.utils.checkpoint import checkpoint
 
-from scalecom_hvd.ddp import (
-    DistributedOptimizer,
-    LocalTopK,
-    PerRank,
-    RandomK,
-    ScaleCom,
-    broadcast_parameters,
-)
+from scalecom_hvd import ddp
 
 NODES = 2
 NAMES = ("replicate", "shard")
@@ -53,7 +41,7 @@ def local():
 # Besides models.py's.
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 MADE = OPTIMIZERS | {way: functools.partial(ADAMW, **{way: True}) for way in ("foreach", "fused")}
-BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BFLOAT16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Net(nn.Module):
@@ -87,15 +75,15 @@ both_meshes = pytest.mark.usefixtures("dimensions")
 def shard(model, mesh=None, **settings):
     mesh = make_mesh()[given] if mesh is None else mesh
     for module in (model.body, model.extra):
-        fully_shard(module, mesh=mesh, **settings)
-    return fully_shard(model, mesh=mesh, **settings)
+        fsdp.fully_shard(module, mesh=mesh, **settings)
+    return fsdp.fully_shard(model, mesh=mesh, **settings)
 
 
 def make(optimizer="adamw", compression=None, model=None, passes=1, of_fsdp=None, **settings):
     model = Net().double() if model is None else model
     shard(model, **(of_fsdp or {}))
-    method = compression or ScaleCom(**{**SETTINGS, **settings})
-    wrapped = DistributedOptimizer(
+    method = compression or ddp.ScaleCom(**{**SETTINGS, **settings})
+    wrapped = ddp.DistributedOptimizer(
         MADE[optimizer](model.parameters()),
         model.named_parameters(),
         compression=method,
@@ -109,7 +97,7 @@ def of_sgd(model, names=None):
     """Make an optimizer of a model that is sharded already, or of some of its parameters."""
     named = [pair for pair in model.named_parameters() if names is None or pair[0] in names]
     optimizer = OPTIMIZERS["sgd"]([p for _, p in named])
-    return DistributedOptimizer(optimizer, named, ScaleCom(rate=1), mesh=make_mesh())
+    return ddp.DistributedOptimizer(optimizer, named, ddp.ScaleCom(rate=1), mesh=make_mesh())
 
 
 def plain(optimizer="adamw", model=None, of_fsdp=None):
@@ -146,7 +134,7 @@ def assert_close(model, others, rtol=1e-9):
 @pytest.mark.skipif(DEVICE == "cpu", reason="they are on the host")
 def test_parameters_that_are_offloaded_to_the_host():
     """Hooks run when FSDP2 may still be copying gradients to the host."""
-    model, wrapped = make("momentum", of_fsdp={"offload_policy": CPUOffloadPolicy()})
+    model, wrapped = make("momentum", of_fsdp={"offload_policy": fsdp.CPUOffloadPolicy()})
     other, others = make("momentum")
     for step in range(6):
         take(model, wrapped, step)
@@ -206,7 +194,10 @@ def test_with_everything_chosen_it_is_plain_fsdp2(case, monkeypatch):
 
 @pytest.mark.parametrize(
     ("method", "settings"),
-    [(LocalTopK, {}), (RandomK, {}), (ScaleCom, {}), (ScaleCom, {"lookahead": True})],
+    [
+        *((method, {}) for method in (ddp.LocalTopK, ddp.RandomK, ddp.ScaleCom)),
+        (ddp.ScaleCom, {"lookahead": True}),
+    ],
     ids=str,
 )
 def test_a_dynamic_graph_loses_nothing(method, settings):
@@ -227,7 +218,7 @@ def test_a_dynamic_graph_loses_nothing(method, settings):
     for name, p in model.named_parameters():
         # FSDP2 calls hooks in the order in which they were registered.
         p.register_post_accumulate_grad_hook(functools.partial(comes, name=name))
-    wrapped = DistributedOptimizer(
+    wrapped = ddp.DistributedOptimizer(
         OPTIMIZERS["momentum"](model.parameters()),
         model.named_parameters(),
         compression=method(rate=6, min_numel=20, **settings),
@@ -281,12 +272,12 @@ def test_models_that_were_sharded_one_by_one():
     """Without a common root, FSDP2 reduces gradients of some only when backward has ended."""
     models = [nn.ModuleList([Net().body, Net().body]).double() for _ in range(2)]
     for part in models[0]:
-        fully_shard(part, mesh=make_mesh()[given])
+        fsdp.fully_shard(part, mesh=make_mesh()[given])
     sgd = torch.optim.SGD(models[0].parameters(), lr=0.1)
-    wrapped = DistributedOptimizer(
+    wrapped = ddp.DistributedOptimizer(
         sgd,
         models[0].named_parameters(),
-        compression=ScaleCom(**SETTINGS | {"rate": 1}),
+        compression=ddp.ScaleCom(**SETTINGS | {"rate": 1}),
         mesh=make_mesh(),
     )
     plain_sgd = torch.optim.SGD(models[1].parameters(), lr=0.1)
@@ -367,14 +358,14 @@ class Tied(nn.Module):
 def test_tied_weights(rate):
     made = Tied().double(), Tied().double()
     for model, mesh in zip(made, (make_mesh()[given], make_mesh()), strict=True):
-        fully_shard(model.body, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        fsdp.fully_shard(model.body, mesh=mesh)
+        fsdp.fully_shard(model, mesh=mesh)
     model, other = made
     first, optimizer = (OPTIMIZERS["adamw"](m.parameters()) for m in made)
-    wrapped = DistributedOptimizer(
+    wrapped = ddp.DistributedOptimizer(
         first,
         model.named_parameters(),
-        compression=ScaleCom(rate=rate, min_numel=20),
+        compression=ddp.ScaleCom(rate=rate, min_numel=20),
         mesh=make_mesh(),
     )
     for step in range(3):
@@ -394,7 +385,7 @@ def test_a_distributed_checkpoint(shared_folder):
     """test_torch_nodes.py resumes from files of each rank."""
 
     def state_of(model, wrapped):
-        residues = PerRank(wrapped.compression)
+        residues = ddp.PerRank(wrapped.compression)
         return {"model": model.state_dict(), "optimizer": wrapped.state_dict(), "own": residues}
 
     model, wrapped = make(nu=None, lookahead=True)
@@ -510,8 +501,8 @@ def test_different_weights_on_nodes_are_refused():
         take(model, wrapped, 0)
     model, wrapped = make(model=Net(seed=node).double())
     with pytest.raises(ValueError, match=r"process_group=mesh.get_group\(.replicate.\)"):
-        broadcast_parameters(model)
-    broadcast_parameters(model, process_group=make_mesh().get_group("replicate"))
+        ddp.broadcast_parameters(model)
+    ddp.broadcast_parameters(model, process_group=make_mesh().get_group("replicate"))
     take(model, wrapped, 0)
     assert same_on_all_ranks(whole(model).values())
 
@@ -521,7 +512,7 @@ def test_what_cannot_work_is_refused():
 
     def wrap(model, mesh=mesh, **more):
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        return DistributedOptimizer(sgd, model.named_parameters(), mesh=mesh, **more)
+        return ddp.DistributedOptimizer(sgd, model.named_parameters(), mesh=mesh, **more)
 
     with pytest.raises(TypeError, match="first.weight is not sharded"):
         wrap(model)
@@ -539,11 +530,9 @@ def test_what_cannot_work_is_refused():
     ):
         with pytest.raises(ValueError, match=f"{[*setting][0]}.* cannot be used with mesh="):
             wrap(model, **setting)
+    of_fsdp1 = {"device_id": torch.device(DEVICE), "use_orig_params": True}
     with pytest.raises(TypeError, match="FSDP1"):
-        wrap(
-            FullyShardedDataParallel(Net(), device_id=torch.device(DEVICE), use_orig_params=True),
-            mesh=None,
-        )
+        wrap(fsdp.FullyShardedDataParallel(Net(), **of_fsdp1), mesh=None)
 
 
 @pytest.mark.on_cpus

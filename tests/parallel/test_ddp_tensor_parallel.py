@@ -11,22 +11,16 @@ from devices import DEVICE
 from faces import hvd
 from models import SETTINGS, same_on_all_ranks
 from oracles import nodes as oracle
+from test_ddp_sharded import NODES, local
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate, Shard, parallel
 
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.ddp import DistributedOptimizer, ScaleCom
 
-NODES = 2
 _meshes = {}
 
 
@@ -36,10 +30,6 @@ def make_mesh(*names):
         shape = (NODES, *(1,) * (len(names) - 1), local())
         _meshes[names] = init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", *names))
     return _meshes[names]
-
-
-def local():
-    return dist.get_world_size() // NODES
 
 
 class Net(nn.Module):
@@ -60,17 +50,17 @@ class Net(nn.Module):
 
 
 IN_TENSORS = {
-    "first": RowwiseParallel(input_layouts=Replicate()),
-    "up": ColwiseParallel(),
-    "down": RowwiseParallel(),
+    "first": parallel.RowwiseParallel(input_layouts=Replicate()),
+    "up": parallel.ColwiseParallel(),
+    "down": parallel.RowwiseParallel(),
 }
 # The ranks of a node share out the sequence too, so each has a part of the norm's gradient.
 IN_SEQUENCES = {
-    "first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "norm": SequenceParallel(),
-    "up": ColwiseParallel(input_layouts=Shard(1)),
-    "down": RowwiseParallel(output_layouts=Shard(1)),
-    "last": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    "first": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": parallel.SequenceParallel(),
+    "up": parallel.ColwiseParallel(input_layouts=Shard(1)),
+    "down": parallel.RowwiseParallel(output_layouts=Shard(1)),
+    "last": parallel.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }
 BOTH = ("replicate", "shard")  # of the mesh that fully_shard is given
 FORMS = {
@@ -90,7 +80,7 @@ def adamw(model):
 
 def make(names, plan, dimensions="shard", **settings):
     mesh, model = make_mesh(*names), Net().double()
-    parallelize_module(model, mesh["tp"], plan)
+    parallel.parallelize_module(model, mesh["tp"], plan)
     if "shard" in names:
         fully_shard(model, mesh=mesh[dimensions])
     method = ScaleCom(**{**SETTINGS, **settings})
@@ -208,7 +198,7 @@ def test_what_cannot_work_is_refused():
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="no parameter is a DTensor.*parallelize_module"):
         DistributedOptimizer(sgd, model.named_parameters(), mesh=mesh)
-    parallelize_module(model, make_mesh("shard", "tp")["tp"], IN_TENSORS)
+    parallel.parallelize_module(model, make_mesh("shard", "tp")["tp"], IN_TENSORS)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(
         (TypeError, ValueError), match='fully_shard.*mesh=mesh\\["replicate", "shard"\\]'

@@ -6,6 +6,7 @@ optimizer in between. Saved and elastic states are in test_torch_local_states.py
 
 import itertools
 
+import models
 import numpy as np
 import pytest
 import rules
@@ -29,14 +30,7 @@ from local_models import (
     usable,
     values_of,
 )
-from models import (
-    assert_nothing_is_lost,
-    came_in,
-    feed,
-    gradients,
-    same_on_all_ranks,
-    take_steps,
-)
+from made_up import came_in, gradients
 from oracles import methods as oracle
 from oracles.local_steps import LocalStepsReference, nesterov
 
@@ -90,7 +84,7 @@ def hold_to_the_oracle(compression, local_steps=4, steps=24, outers=None, **more
             {name: g.astype(start[name].dtype) for name, g in gradients(SHAPES, r, step).items()}
             for r in range(n)
         ]
-        take_steps(optimizer, model, [step], grads=lambda *_: everyone[rank])  # noqa: B023
+        models.take_steps(optimizer, model, [step], grads=lambda *_: everyone[rank])  # noqa: B023
         if compressor.residues.buckets is not None:
             exchange.buckets = compressor.residues.buckets
         reference.step(everyone)
@@ -106,7 +100,7 @@ def hold_to_the_oracle(compression, local_steps=4, steps=24, outers=None, **more
             np.testing.assert_allclose(got, want, 1e-4, 1e-4, err_msg=f"{name} {where}")
     assert compressor.stats()["step"] == exchange.step_number
     optimizer.synchronize_parameters()
-    assert same_on_all_ranks(model.values())
+    assert models.same_on_all_ranks(model.values())
 
 
 # The oracle's buckets are known only after the first exchange. So that exchange has one bucket of
@@ -185,7 +179,7 @@ def test_one_local_step_with_sgd_is_the_ordinary_path(compression, op):
     for model, local_steps in ((ordinary, None), (local, 1)):
         compressor = method(compression, beta=1.0)
         optimizer, _ = make(model, compressor, local_steps, op=getattr(hvd, op))
-        take_steps(optimizer, model, range(10), grads=exact)
+        models.take_steps(optimizer, model, range(10), grads=exact)
     assert equal(ordinary, local)
     assert local["first"].any()
 
@@ -208,7 +202,7 @@ def scaled(model, optimizer, scaler, step):
     optimizer.zero_grad()
     scaler.scale(torch.zeros(()))  # as for a loss; here the gradients are given
     scale = scaler.get_scale()
-    feed(model, {n: grad * grad.dtype.type(scale) for n, grad in gradients_of(step).items()})
+    models.feed(model, {n: grad * grad.dtype.type(scale) for n, grad in gradients_of(step).items()})
     if step % 2:  # as scripts that clip do
         optimizer.synchronize()
         scaler.unscale_(optimizer)
@@ -272,7 +266,7 @@ def test_between_synchronisations_ranks_step_like_an_ordinary_optimizer(script):
         assert losses[0] == losses[1]
         skipped += not usable(alone.values())
         if step % 3 == 2:
-            assert same_on_all_ranks(model.values())
+            assert models.same_on_all_ranks(model.values())
             copy_into(alone, model)
         assert equal(model, alone), f"step {step}"
         states = [one.state_dict()["state"] for one in (optimizer, plain)]
@@ -293,7 +287,7 @@ def test_a_bad_gradient_in_a_later_evaluation_lasts_until_the_next_synchronisati
     for step in (4, 3, 6, 7):  # it is bad in the first
         downhill(model, optimizer, None, step, bad=2)
     assert all(bool(parameter.isfinite().all()) for parameter in model.values())
-    assert same_on_all_ranks(model.values())
+    assert models.same_on_all_ranks(model.values())
     assert compressor.stats()["local_steps_taken"] == 4
 
 
@@ -314,7 +308,7 @@ def test_a_rank_that_goes_back_forgets_what_its_optimizer_gathered(kind):
         assert downhill(model, optimizer, None, step).isfinite()
         assert not torch.equal(model["third"], before["third"])
     assert loss.isfinite() == (hvd.rank() != 1)
-    assert same_on_all_ranks(model.values())
+    assert models.same_on_all_ranks(model.values())
 
 
 # Parameters and ranks of every kind.
@@ -331,7 +325,7 @@ def test_half_precision_loses_nothing_of_the_average():
         # resolves at 1.
         return {"weight": np.full(4000, 2.0**-10 if rank == 0 and step % 2 == 0 else 0.0)}
 
-    take_steps(optimizer, model, range(8), grads=small)
+    models.take_steps(optimizer, model, range(8), grads=small)
     expected = torch.full((4000,), 1 - 4 * 2.0**-10 / hvd.size(), dtype=torch.float16)
     torch.testing.assert_close(model["weight"].detach(), expected, rtol=0, atol=2.0**-11)
     assert abs(model["weight"][0].item() - 1) > 2.0**-11
@@ -346,18 +340,18 @@ def test_frozen_parameters(compression):
     def skips(rank, step):
         return ["second"] if 3 <= step < 8 else []
 
-    take_steps(optimizer, model, range(3))
+    models.take_steps(optimizer, model, range(3))
     model["second"].requires_grad_(False)
-    take_steps(optimizer, model, [3], skips)
+    models.take_steps(optimizer, model, [3], skips)
     residue = compressor.residues.tensors["second"].residue
     before = values_of({"residue": residue, "value": model["second"]})
-    take_steps(optimizer, model, range(4, 8), skips)
+    models.take_steps(optimizer, model, range(4, 8), skips)
     assert equal({"residue": residue, "value": model["second"]}, before)
     model["second"].requires_grad_(True)
-    take_steps(optimizer, model, range(8, 12))
+    models.take_steps(optimizer, model, range(8, 12))
     assert not torch.equal(model["second"], before["value"])
     came = came_in(range(hvd.size()), range(12), SHAPES, skips)
-    assert_nothing_is_lost(model, compressor, came, divisor=hvd.size())
+    models.assert_nothing_is_lost(model, compressor, came, divisor=hvd.size())
 
 
 def test_sparse_gradients_stay_local():
@@ -369,7 +363,7 @@ def test_sparse_gradients_stay_local():
         embedding(torch.arange(10) * (hvd.rank() + step)).square().sum().backward()
         assert embedding.weight.grad.is_sparse
         optimizer.step()
-    assert same_on_all_ranks(embedding.parameters())
+    assert models.same_on_all_ranks(embedding.parameters())
 
 
 @horovods_alone
@@ -387,15 +381,13 @@ def test_a_process_set(members):
             if step == 1:
                 grads["first"][3, 4] = np.nan
             optimizer.zero_grad()
-            feed(model, grads)
+            models.feed(model, grads)
             optimizer.step()
         optimizer.synchronize_parameters()
         stats = compressor.stats()
         assert (stats["local_steps_taken"], stats["local_steps_skipped"]) == (4, 1)
         if some.included():
-            flat = torch.cat([parameter.detach().double().view(-1) for parameter in model.values()])
-            everyone = hvd.allgather(flat[None], name="test.some", process_set=some)
-            assert all(torch.equal(everyone[0], row) for row in everyone)
+            assert models.same_on_all_ranks(model.values(), process_set=some)
     finally:
         hvd.remove_process_set(some)
 
@@ -412,23 +404,23 @@ def test_synchronize_parameters_ends_a_round_where_a_script_evaluates(compressio
     optimizer, compressor = make(model, compression, **MORE[more])
     # Also after steps 4 and 8, as usual. Some averages of step 8 travel then.
     for steps, done in ((range(2), 1), (range(2, 8), 3), (range(8, 11), 4)):
-        take_steps(optimizer, model, steps)
-        assert not same_on_all_ranks(model.values()) or steps.stop == 8
+        models.take_steps(optimizer, model, steps)
+        assert not models.same_on_all_ranks(model.values()) or steps.stop == 8
         with torch.inference_mode():
             compressor.state_dict()
             for _ in range(2):  # the second has nothing to do
                 optimizer.synchronize_parameters()
-        assert same_on_all_ranks(model.values())
+        assert models.same_on_all_ranks(model.values())
         assert compressor.stats()["step"] == done
 
 
 def test_a_model_loaded_between_rounds_is_where_the_next_begins():
     model, fresh = begin(), begin()
     optimizer, _ = make(model, method("ScaleCom", dense=["*"]), 2)
-    take_steps(optimizer, model, range(2))
+    models.take_steps(optimizer, model, range(2))
     copy_into(model, fresh)
-    take_steps(optimizer, model, range(2))
-    take_steps(make(fresh, method("ScaleCom", dense=["*"]), 2)[0], fresh, range(2))
+    models.take_steps(optimizer, model, range(2))
+    models.take_steps(make(fresh, method("ScaleCom", dense=["*"]), 2)[0], fresh, range(2))
     assert equal(model, fresh)
 
 
@@ -502,4 +494,4 @@ def test_the_first_step_is_refused_on_all_ranks(settings, change, message):
     if change is not None:
         change(model, optimizer)
     with pytest.raises(RuntimeError, match=message):
-        take_steps(optimizer, model, [0])
+        models.take_steps(optimizer, model, [0])

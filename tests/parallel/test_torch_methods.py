@@ -4,24 +4,13 @@ Every method, also ScaleCom, takes the tests of what all methods share. A method
 wrongly what it sends loses gradients, or spoils a step.
 """
 
+import models
 import numpy as np
 import pytest
 import rules
 import torch
 from faces import horovods_alone, hvd, stock
-from models import (
-    SHAPES,
-    assert_nothing_is_lost,
-    came_in,
-    feed,
-    gradients,
-    numbers,
-    parameters,
-    resume,
-    same_on_all_ranks,
-    take_steps,
-    wrap,
-)
+from made_up import SHAPES, came_in, gradients
 from momentum import Momentum
 from oracles import methods as oracle
 
@@ -116,7 +105,7 @@ def parameters_of(shapes):
 
 def make(model, method, fields, lr=1.0, momentum=0.0, op=hvd.Average, **more):
     settings = SETTINGS | fields | more
-    return wrap(hvd, model, lr, momentum, options={"op": op}, method=method, **settings)
+    return models.wrap(hvd, model, lr, momentum, options={"op": op}, method=method, **settings)
 
 
 def residues_of(compressor):
@@ -154,7 +143,7 @@ def hold_to_the_oracle(
         ]
         mine = {name: grad * scale(step) for name, grad in everyone[rank].items()}
         optimizer.zero_grad()
-        feed(model, mine, skip=model.keys() - made[rank].keys())
+        models.feed(model, mine, skip=model.keys() - made[rank].keys())
         optimizer.synchronize()
         if step == 0:
             reference.buckets = compressor.residues.buckets
@@ -178,7 +167,7 @@ def hold_to_the_oracle(
         if not np.isnan(averages["n63"]).any():
             with optimizer.skip_synchronize():
                 optimizer.step()
-    assert same_on_all_ranks(model.values())
+    assert models.same_on_all_ranks(model.values())
     return compressor
 
 
@@ -261,7 +250,7 @@ def test_averages_of_compressed_tensors_that_overflow(method, fields):
         before = residues_of(compressor)
         overflows = step in (1, 2)
         optimizer.zero_grad()
-        feed(
+        models.feed(
             model, {name: np.full(p.shape, 5e4 if overflows else 0.5) for name, p in model.items()}
         )
         optimizer.synchronize()
@@ -283,12 +272,12 @@ def test_accumulators_whose_sum_overflows(method, fields):
     Gradients must be small enough for a residue.
     """
     shapes = {"weight": (3000,)}
-    model = parameters(shapes)
+    model = models.parameters(shapes)
     optimizer, compressor = make(model, method, fields, op=hvd.Sum)
-    take_steps(optimizer, model, range(1))
+    models.take_steps(optimizer, model, range(1))
     (tensor,) = compressor.residues.tensors.values()
     tensor.residue.fill_(3e38)
-    feed(model, gradients(shapes, hvd.rank(), 1))
+    models.feed(model, gradients(shapes, hvd.rank(), 1))
     optimizer.synchronize()
     assert model["weight"].grad.isnan().all()
     assert (tensor.residue == 3e38).all()
@@ -302,22 +291,22 @@ def test_nothing_is_lost(method, fields):
     def skips(rank, step):
         return ["second"] if (rank + step) % 5 == 4 or 10 <= step < 13 else []
 
-    model = parameters(SHAPES)
+    model = models.parameters(SHAPES)
     optimizer, compressor = make(model, method, fields, bucket_bytes=10_000)
-    take_steps(optimizer, model, range(10), skips=skips)
+    models.take_steps(optimizer, model, range(10), skips=skips)
     model["second"].requires_grad_(False)
     before, value = residues_of(compressor), model["second"].detach().clone()
-    take_steps(optimizer, model, range(10, 13), skips=skips)
+    models.take_steps(optimizer, model, range(10, 13), skips=skips)
     after = residues_of(compressor)
     assert torch.equal(after["second"], before["second"])
     assert after["second"].any()
     assert not torch.equal(after["first"], before["first"])
     assert torch.equal(model["second"], value)
     model["second"].requires_grad_(True)
-    take_steps(optimizer, model, range(13, 20), skips=skips)
-    assert same_on_all_ranks(model.values())
+    models.take_steps(optimizer, model, range(13, 20), skips=skips)
+    assert models.same_on_all_ranks(model.values())
     total = came_in(range(hvd.size()), range(20), skips=skips)
-    assert_nothing_is_lost(model, compressor, total, hvd.size())
+    models.assert_nothing_is_lost(model, compressor, total, hvd.size())
 
 
 def assert_equal(one, other):
@@ -330,10 +319,10 @@ def test_resuming_is_bit_identical(method, fields, where):
     settings = {"beta": 0.5, "bucket_bytes": 10_000, "momentum": 0.9, "lr": 0.1, "warmup_steps": 2}
 
     def run():
-        model = parameters(SHAPES)
+        model = models.parameters(SHAPES)
         return model, *make(model, method, fields, **settings)
 
-    resume(run, where, 4, 7)
+    models.resume(run, where, 4, 7)
 
 
 THROWN_AWAY = "its averages are thrown away"
@@ -346,11 +335,11 @@ def test_a_step_that_does_not_count_leaves_the_state(why, monkeypatch):
     It is equal to the bit, because residues do not change before a step counts.
     """
     settings = {"beta": 0.5, "bucket_bytes": 30_000, "momentum": 0.9, "lr": 0.1}
-    model, other = parameters(SHAPES), parameters(SHAPES)
+    model, other = models.parameters(SHAPES), models.parameters(SHAPES)
     optimizer, compressor = make(model, Momentum, {}, **settings)
     straight, _ = make(other, Momentum, {}, **settings)
-    take_steps(optimizer, model, range(4))
-    before = numbers(compressor)
+    models.take_steps(optimizer, model, range(4))
+    before = models.numbers(compressor)
     assert len(compressor.residues.buckets) > 1, "each bucket gives a part of the state"
     own = before["method_state"]["tensors"]
     everyone = hvd.allgather(torch.cat(list(own["velocity"].values()))[None])
@@ -361,19 +350,19 @@ def test_a_step_that_does_not_count_leaves_the_state(why, monkeypatch):
     if why == "a gradient is not finite":
         if hvd.rank() == 1:
             grads["third"][17] = np.nan
-        feed(model, grads)
+        models.feed(model, grads)
         optimizer.synchronize()
         assert all(parameter.grad.isnan().all() for parameter in model.values())
     elif why == THROWN_AWAY:
-        feed(model, grads)
+        models.feed(model, grads)
         optimizer.synchronize()
-        before = numbers(compressor)  # until the next backward
+        before = models.numbers(compressor)  # until the next backward
     else:
 
         def lost(bucket):
             raise hvd.HorovodInternalError("a worker was lost")
 
-        feed(model, grads)
+        models.feed(model, grads)
         with monkeypatch.context() as patch, pytest.raises(hvd.HorovodInternalError):
             patch.setattr(BucketStep, "check", lost)  # all is averaged, but nothing counts yet
             optimizer.synchronize()
@@ -381,9 +370,9 @@ def test_a_step_that_does_not_count_leaves_the_state(why, monkeypatch):
         # What must be equal on all ranks begins anew.
         before["method_state"]["method"]["steps"] = 0
         own["sent"] = {name: sent * 0 for name, sent in own["sent"].items()}
-    assert_equal(numbers(compressor), before)
-    take_steps(optimizer, model, range(4, 9))
-    take_steps(straight, other, range(9))
+    assert_equal(models.numbers(compressor), before)
+    models.take_steps(optimizer, model, range(4, 9))
+    models.take_steps(straight, other, range(9))
     assert_equal(model, other)
     assert compressor.stats()["step"] == 9 + (why == THROWN_AWAY)
 
@@ -411,9 +400,9 @@ BYTES = {
 def test_bytes(which):
     method, fields, offsets, values, gathered, collectives = BYTES[which]
     shapes = {"long": (6401,), "short": (1500,), "whole": (10,)}
-    model = parameters(shapes)
+    model = models.parameters(shapes)
     optimizer, compressor = make(model, method, fields, rate=300)
-    take_steps(optimizer, model, range(2))
+    models.take_steps(optimizer, model, range(2))
     stats, n = compressor.stats(), hvd.size()
     dense = 4 * (10 + 1)  # one element counts ranks with bad gradients
     assert [stats[f"bytes_{what}"] for what in ("offsets", "values", "gathered", "dense")] == [
@@ -442,7 +431,7 @@ def test_horovods_own_optimizer_is_refused(method, fields):
     for compression in (method, method(**fields)):
         if compression is hvd.ScaleCom:
             continue  # only with a quantiser is it refused
-        model = parameters(SHAPES)
+        model = models.parameters(SHAPES)
         optimizer = stock.DistributedOptimizer(
             torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compression
         )
@@ -450,5 +439,5 @@ def test_horovods_own_optimizer_is_refused(method, fields):
             TypeError,
             match=r"only in this package's DistributedOptimizer: import scalecom_hvd.torch as hvd",
         ):
-            feed(model, gradients(SHAPES, hvd.rank(), 0))
+            models.feed(model, gradients(SHAPES, hvd.rank(), 0))
         del optimizer

@@ -4,12 +4,10 @@ The faces are Horovod's optimizer, DDP inside each node, and FSDP2. The oracle i
 ranks, each with the batches of a node's ranks. All ranks are on one host, dealt to two nodes.
 """
 
-import os
-
 import pytest
 import torch
 from devices import DEVICE
-from faces import hvd
+from faces import UNDER_TORCHRUN, hvd
 from models import OPTIMIZERS, SETTINGS, same_on_all_ranks, through_a_file
 from test_ddp_sharded import NODES, Net, local, loss, make_mesh, shard, whole
 from test_torch_nodes import no_process_sets_are_left  # noqa: F401
@@ -77,7 +75,7 @@ class Hybrid(Sharded):
     dimensions = ("replicate", "shard")
 
 
-if "TORCHELASTIC_RUN_ID" not in os.environ:
+if not UNDER_TORCHRUN:
     FACES = [Horovod]
 else:
     # Plain FSDP2 frees what other streams read, so numbers on the late device may be NaN.
@@ -131,10 +129,8 @@ def test_a_node_is_one_worker(face, settings):
     for step in range(STEPS):
         trained.take(step)
     trained.optimizer.synchronize_parameters()
-    expected = oracle(STEPS, **settings)
     found = trained.values()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=name)
+    torch.testing.assert_close(found, oracle(STEPS, **settings), rtol=1e-9, atol=1e-12)
     assert same_on_all_ranks(found.values())
     stats = trained.optimizer.compression.stats()
     assert (stats["ranks_per_node"], stats["local_steps_taken"]) == (local(), STEPS)

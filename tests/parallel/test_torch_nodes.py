@@ -6,22 +6,14 @@ file is what only Horovod has; the other faces have test_ddp_nodes.py and test_d
 """
 
 import gc
-import os
 
+import models
 import numpy as np
 import pytest
 import torch
 from devices import DEVICE
-from faces import horovods_alone, hvd, stock
+from faces import UNDER_TORCHRUN, horovods_alone, hvd, stock
 from made_up import came_in, gradients
-from models import (
-    OPTIMIZERS,
-    SETTINGS,
-    Given,
-    parameters,
-    same_on_all_ranks,
-    through_a_file,
-)
 from oracles import nodes as oracle
 from rungs import Restless
 from test_ddp_sharded import NODES, Net, local, loss, make_mesh, shard, whole
@@ -38,7 +30,7 @@ from scalecom_hvd.stages import LADDER
 def no_process_sets_are_left():
     """Other files make the same process sets, and Horovod can have only one of each."""
     yield
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not UNDER_TORCHRUN:
         remove_process_sets()
 
 
@@ -64,7 +56,7 @@ class Horovod:
 
     def __init__(self, net, optimizer, method):
         self.net, self.method = net, method
-        self.wrap(OPTIMIZERS[optimizer])
+        self.wrap(models.OPTIMIZERS[optimizer])
 
     def wrap(self, make_optimizer):
         self.model, self.served = self.net, self.method
@@ -91,7 +83,7 @@ class Horovod:
 
 class Hook(Horovod):
     def wrap(self, make_optimizer):
-        unused = {"find_unused_parameters": isinstance(self.net, Given)}
+        unused = {"find_unused_parameters": isinstance(self.net, models.Given)}
         self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.002, **unused)
         self.served = ddp.ScaleComState(self.model, self.method, mesh=make_mesh())
         self.model.register_comm_hook(self.served, ddp.scalecom_hook)
@@ -121,12 +113,12 @@ class Sharded(Hook):
         return whole(self.net)
 
 
-FACES = [Hook, Sharded] if "TORCHELASTIC_RUN_ID" in os.environ else [Horovod]
+FACES = [Hook, Sharded] if UNDER_TORCHRUN else [Horovod]
 on_every_face = pytest.mark.parametrize("face", FACES)
 
 
 def make(face, optimizer="adamw", net=None, **settings):
-    return face(net or Net().double(), optimizer, hvd.ScaleCom(**{**SETTINGS, **settings}))
+    return face(net or Net().double(), optimizer, hvd.ScaleCom(**{**models.SETTINGS, **settings}))
 
 
 def take(trained, step):
@@ -154,21 +146,20 @@ def test_a_node_is_one_worker_of_the_reference(face, optimizer, settings):
     trained = make(face, optimizer, **settings)
     for step in range(steps):
         take(trained, step)
-        assert same_on_all_ranks(trained.values().values())
+        assert models.same_on_all_ranks(trained.values().values())
     other = Net().double()
     references = oracle.train(
         other,
-        OPTIMIZERS[optimizer](other.parameters()),
-        ScaleComConfig(**{"nu": 1, **SETTINGS, **settings}),
+        models.OPTIMIZERS[optimizer](other.parameters()),
+        ScaleComConfig(**{"nu": 1, **models.SETTINGS, **settings}),
         NODES,
         local(),
         steps,
         loss,
         face.cut,
     )
-    found = trained.values()
-    for name, p in other.named_parameters():
-        torch.testing.assert_close(found[name], p.detach(), rtol=1e-9, atol=1e-12, msg=name)
+    expected = {name: p.detach() for name, p in other.named_parameters()}
+    torch.testing.assert_close(trained.values(), expected, rtol=1e-9, atol=1e-12)
     node, place = divmod(hvd.rank(), local())
     own, tensors = references[place].residues[node], trained.method.residues.tensors
     assert own.keys() == tensors.keys()
@@ -211,7 +202,7 @@ def test_nothing_is_lost(face, method):
     If a gradient is not finite, in one shard of one node only, all ranks skip the step.
     test_ddp_sharded.py shows the same of FSDP2.
     """
-    trained = face(Given(parameters(SHAPES, torch.float64)), "sgd", method())
+    trained = face(models.Given(models.parameters(SHAPES, torch.float64)), "sgd", method())
     (group,) = trained.optimizer.param_groups
     group["lr"], last = 1.0, hvd.size() - 1
     spoilt, refused = 4, 6 if face is Horovod else None
@@ -246,7 +237,7 @@ def test_nothing_is_lost(face, method):
         assert waits.any() == (tensor is not None)
         came_here = torch.as_tensor(came[name] / hvd.size())
         torch.testing.assert_close(waits - value, came_here, rtol=1e-4, atol=1e-5, msg=name)
-    assert same_on_all_ranks(trained.values().values())
+    assert models.same_on_all_ranks(trained.values().values())
 
 
 @on_every_face
@@ -257,7 +248,7 @@ def test_stopped_and_resumed(face):
         if step == 2:
             parts = trained.net, trained.optimizer, trained.served
             states = [part.state_dict() for part in parts]
-            saved = through_a_file(states, weights_only=face is not Sharded)
+            saved = models.through_a_file(states, weights_only=face is not Sharded)
     again = make(face, net=Net(seed=5).double(), nu=None, lookahead=True)
     for part, state in zip((again.net, again.optimizer, again.served), saved, strict=True):
         part.load_state_dict(state)
@@ -278,7 +269,7 @@ def test_all_ranks_of_a_node_compress_the_same(face, settings):
     trained = make(face, net=net, nu=None, **settings)
     for step in range(5):
         take(trained, step)
-        assert same_on_all_ranks(trained.values().values())
+        assert models.same_on_all_ranks(trained.values().values())
     rates = trained.method.residues.rates
     found = [rates] * hvd.size()
     assert hvd.allgather_object(rates, name="rates") == found
@@ -300,7 +291,7 @@ def test_all_ranks_of_all_nodes_take_a_rung_together(face, monkeypatch):
     trained, rungs = make(face, rate="auto", bits=None, nu=None, beta=None), []
     for step in range(12):
         take(trained, step)
-        assert same_on_all_ranks(trained.values().values())
+        assert models.same_on_all_ranks(trained.values().values())
         rungs.append(trained.method.residues.rung)
     assert hvd.allgather_object(rungs, name="rungs") == [rungs] * hvd.size()
     assert len(set(rungs)) > 3
@@ -316,7 +307,7 @@ def test_a_frozen_parameter_stays_where_it_is(face):
     for step in range(4, 10):
         take(trained, step)
     assert torch.equal(trained.values()["last.weight"], before)
-    assert same_on_all_ranks(trained.values().values())
+    assert models.same_on_all_ranks(trained.values().values())
 
 
 # Horovod's face. test_torch_orders.py has orders of calls on two nodes.

@@ -4,29 +4,17 @@ test_torch_differential.py draws all other orders.
 """
 
 import gc
-import os
 import time
 import weakref
 
+import models
 import pytest
 import torch
 from devices import DEVICE
-from faces import horovods_alone, hvd, in_every_library, stock
-from made_up import EVERYTHING, SOME
-from models import (
-    COLLECTIVES,
-    assert_nothing_is_lost,
-    came_in,
-    feed,
-    gradients,
-    parameters,
-    run_collective,
-    same_on_all_ranks,
-    take_steps,
-    wrap,
-)
+from faces import UNDER_TORCHRUN, horovods_alone, hvd, in_every_library, stock
+from made_up import EVERYTHING, SOME, came_in, gradients
 
-if "TORCHELASTIC_RUN_ID" not in os.environ:
+if not UNDER_TORCHRUN:
     from test_torch_nodes import remove_process_sets
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (2000,)}
@@ -37,7 +25,7 @@ SETTINGS = {"min_numel": 2, "warmup_steps": 0, "dense": ()}
 def make(library, sent, model, **settings):
     """An optimizer and its ScaleCom. If sent is None, it is stock Horovod's, without ScaleCom."""
     if sent is not None:
-        return wrap(library, model, **(SETTINGS | sent | settings))
+        return models.wrap(library, model, **(SETTINGS | sent | settings))
     sgd = torch.optim.SGD(model.values(), lr=settings.get("lr", 1.0))
     return stock.DistributedOptimizer(sgd, model.items()), None
 
@@ -48,25 +36,24 @@ def compare(library, order, counted, loses_nothing=True, **settings):
     With everything chosen the result must be stock Horovod's. At rate 10 nothing may be lost.
     counted: how many steps count.
     """
-    models = []
+    trained = []
     for where, sent in ((stock, None), (library, EVERYTHING), (library, SOME)):
-        model = parameters(SHAPES)
+        model = models.parameters(SHAPES)
         optimizer, compressor = make(where, sent, model, **(settings if sent else {}))
         for step in range(STEPS):
             order(optimizer, model, step)
-        models.append(model)
-    for name in SHAPES:
-        torch.testing.assert_close(models[1][name], models[0][name], rtol=1e-4, atol=1e-5)
-    assert same_on_all_ranks(models[2].values())
+        trained.append(model)
+    torch.testing.assert_close(trained[1], trained[0], rtol=1e-4, atol=1e-5)
+    assert models.same_on_all_ranks(trained[2].values())
     assert compressor.stats()["step"] == counted
     if loses_nothing:
         came = came_in(range(hvd.size()), range(STEPS), SHAPES)
-        assert_nothing_is_lost(models[2], compressor, came, hvd.size())
+        models.assert_nothing_is_lost(trained[2], compressor, came, hvd.size())
 
 
 def backward(model, step, skip=(), scale=1.0):
     grads = gradients(SHAPES, hvd.rank(), step)
-    feed(model, {name: grad * scale for name, grad in grads.items()}, skip=skip)
+    models.feed(model, {name: grad * scale for name, grad in grads.items()}, skip=skip)
 
 
 def skipping(optimizer, closure=None):
@@ -279,14 +266,14 @@ class Net(torch.nn.Module):
         for i, layer in enumerate(self.layers):
             x = torch.tanh(layer(x))
             if i == 2:
-                x = run_collective(hvd, self.collective, x, self.name)
+                x = models.run_collective(hvd, self.collective, x, self.name)
         return x.square().mean()
 
 
 @horovods_alone
 @pytest.mark.parametrize(
     ("collective", "name"),
-    [*((one, None) for one in COLLECTIVES), (COLLECTIVES[0], "mine")],
+    [*((one, None) for one in models.COLLECTIVES), (models.COLLECTIVES[0], "mine")],
 )
 def test_differentiable_collectives_in_the_middle_of_a_model(collective, name):
     found = []
@@ -308,10 +295,9 @@ def test_differentiable_collectives_in_the_middle_of_a_model(collective, name):
             random = torch.Generator().manual_seed(step * 8 + hvd.rank())
             net(torch.randn(8, 40, generator=random)).backward()
             optimizer.step()
-        assert same_on_all_ranks(model.values())
+        assert models.same_on_all_ranks(model.values())
         found.append(model)
-    for key in found[0]:
-        torch.testing.assert_close(found[1][key], found[0][key], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
 @horovods_alone
@@ -320,7 +306,7 @@ def test_parameters_thawed_after_the_compressor_was_made():
 
     It does so whatever is trained at that time.
     """
-    model = parameters(SHAPES)
+    model = models.parameters(SHAPES)
     for parameter in model.values():
         parameter.requires_grad_(False)
     compressor = hvd.ScaleCom(model.items(), **(SETTINGS | SOME))
@@ -334,7 +320,7 @@ def test_parameters_thawed_after_the_compressor_was_made():
         backward(model, step)
         optimizer.step()
     came = came_in(range(hvd.size()), range(4), SHAPES)
-    assert_nothing_is_lost(model, compressor, came, hvd.size())
+    models.assert_nothing_is_lost(model, compressor, came, hvd.size())
 
 
 @horovods_alone
@@ -343,10 +329,10 @@ def test_two_compressors_that_know_all_parameters():
 
     From the first synchronize() on, what the other compressor's backward gave is not new.
     """
-    model = parameters(SHAPES)
+    model = models.parameters(SHAPES)
     names = [["first", "bias"], ["second", "third"]]
     halves = [{name: model[name] for name in half} for half in names]
-    made = [wrap(stock, model, trained=half, **(SETTINGS | SOME)) for half in halves]
+    made = [models.wrap(stock, model, trained=half, **(SETTINGS | SOME)) for half in halves]
     for step in range(6):
         for half, (optimizer, _), (other, _) in zip(halves, made, reversed(made), strict=True):
             optimizer.zero_grad()
@@ -364,11 +350,11 @@ def test_an_optimizer_is_deleted_and_its_compressor_kept(library):
 
     The hooks of a deleted optimizer must not go on.
     """
-    model, kept = parameters(SHAPES), []
+    model, kept = models.parameters(SHAPES), []
     for stage in range(2):
         optimizer, compressor = make(library, SOME, model)
         kept.append(compressor)
-        take_steps(optimizer, model, range(3 * stage, 3 * stage + 3))
+        models.take_steps(optimizer, model, range(3 * stage, 3 * stage + 3))
         optimizer.zero_grad()
         deleted = weakref.ref(optimizer)
         del optimizer

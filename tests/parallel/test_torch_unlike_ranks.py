@@ -6,22 +6,14 @@ residues of another rank.)
 """
 
 import copy
-import os
 import re
 
+import models
 import numpy as np
 import pytest
 import torch
-from faces import horovods_alone, hvd, stock
-from models import (
-    assert_nothing_is_lost,
-    feed,
-    gradients,
-    parameters,
-    same_on_all_ranks,
-    take_steps,
-    wrap,
-)
+from faces import UNDER_TORCHRUN, horovods_alone, hvd, stock
+from made_up import gradients
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000)}
 MODES = [{}, {"lookahead": True}, {"warmup_steps": 100}]
@@ -46,7 +38,7 @@ ANEW = "broadcast_parameters|Make a new DistributedOptimizer"
 
 def make(library, model, mode, **sgd):
     every = {"rate": 20, "dense": ["bias"], "warmup_steps": 0, "min_numel": 100}
-    return wrap(library, model, **({"lr": 0.1} | sgd), **(every | mode))
+    return models.wrap(library, model, **({"lr": 0.1} | sgd), **(every | mode))
 
 
 def stay_alike_or_are_refused(model, optimizer, steps, advice="broadcast_parameters", caplog=None):
@@ -58,7 +50,7 @@ def stay_alike_or_are_refused(model, optimizer, steps, advice="broadcast_paramet
         error = ""
         frozen = [name for name, p in model.items() if not p.requires_grad]
         try:
-            take_steps(optimizer, model, [step], skips=lambda *_: frozen)  # noqa: B023
+            models.take_steps(optimizer, model, [step], skips=lambda *_: frozen)  # noqa: B023
         except RuntimeError as refusal:
             error = str(refusal)
         for record in caplog.records if caplog else ():
@@ -67,7 +59,7 @@ def stay_alike_or_are_refused(model, optimizer, steps, advice="broadcast_paramet
         if any(errors):
             assert all(re.search(advice, each) for each in errors), errors
             return True
-        assert same_on_all_ranks(model.values()), f"after step {step}, and nobody says so"
+        assert models.same_on_all_ranks(model.values()), f"after step {step}, and nobody says so"
     return False
 
 
@@ -89,10 +81,10 @@ def by_nothing_any_more(model):
 @pytest.mark.parametrize("differ", [by_all_elements, by_one_element, by_nothing_any_more])
 def test_ranks_that_begin_with_other_parameters(differ, mode, caplog):
     """Stock Horovod trains on, so its face only warns."""
-    model = parameters(SHAPES)
+    model = models.parameters(SHAPES)
     with torch.no_grad():
         differ(model)
-    only_warns = caplog if "TORCHELASTIC_RUN_ID" not in os.environ else None
+    only_warns = None if UNDER_TORCHRUN else caplog
     optimizer, _ = make(hvd, model, mode)
     refused = stay_alike_or_are_refused(model, optimizer, range(6), caplog=only_warns)
     assert refused == (differ is not by_nothing_any_more)
@@ -103,7 +95,7 @@ def test_ranks_that_begin_with_other_parameters(differ, mode, caplog):
 @pytest.mark.parametrize("how", ["thawed", "added"])
 def test_a_parameter_that_comes_later(how, when, mode):
     """It has no hook, so it is not averaged."""
-    model, late = parameters(SHAPES), torch.nn.Parameter(torch.zeros(3000))
+    model, late = models.parameters(SHAPES), torch.nn.Parameter(torch.zeros(3000))
     model["second"].requires_grad_(how != "thawed")
     optimizer, _ = make(hvd, model, mode)
     assert not stay_alike_or_are_refused(model, optimizer, range(when))
@@ -116,8 +108,8 @@ def test_a_parameter_that_comes_later(how, when, mode):
 
 
 def test_the_test_of_likeness_sees_what_differs():
-    assert same_on_all_ranks([torch.ones(3)])
-    assert not same_on_all_ranks([torch.ones(3) + hvd.rank()])
+    assert models.same_on_all_ranks([torch.ones(3)])
+    assert not models.same_on_all_ranks([torch.ones(3) + hvd.rank()])
 
 
 @pytest.mark.on_cpus  # the other ranks' streams wait for the step that they gave up
@@ -131,7 +123,7 @@ def test_one_rank_loads_its_residues_and_nothing_is_lost(who, mode, library):
     """
     shapes = {"rows": (50, 8), "large": (700, 500), "first": (60, 50), "bias": (60,)}
     has_rows = library is hvd and hasattr(hvd, "mpi_enabled")
-    model = parameters(shapes)
+    model = models.parameters(shapes)
     settings = {name: 5 if name == "warmup_steps" else value for name, value in mode.items()}
     settings["dense"] = ["bias", "rows"]
     optimizer, compressor = make(library, model, settings, lr=1.0)
@@ -140,7 +132,7 @@ def test_one_rank_loads_its_residues_and_nothing_is_lost(who, mode, library):
         if step == 3 and hvd.rank() == who:
             compressor.load_state_dict(copy.deepcopy(compressor.state_dict()))
         optimizer.zero_grad()
-        feed(model, gradients(shapes, hvd.rank(), step), skip=["rows"] if has_rows else ())
+        models.feed(model, gradients(shapes, hvd.rank(), step), skip=["rows"] if has_rows else ())
         if has_rows:
             chosen = torch.tensor([step, 7, 7, 10 + hvd.rank()])
             torch.nn.functional.embedding(chosen, model["rows"], sparse=True).sum().backward()
@@ -152,8 +144,8 @@ def test_one_rank_loads_its_residues_and_nothing_is_lost(who, mode, library):
                 np.add.at(grads["rows"], [step, 7, 7, 10 + rank], 1.0)
             came = {name: came[name] + grads[name] for name in shapes}
     assert compressor.stats()["step"] == 6
-    assert same_on_all_ranks(model.values())
-    assert_nothing_is_lost(model, compressor, came, hvd.size())
+    assert models.same_on_all_ranks(model.values())
+    models.assert_nothing_is_lost(model, compressor, came, hvd.size())
 
 
 def broadcast(optimizer, root):
@@ -175,22 +167,21 @@ def test_one_rank_loads_the_optimizers_state_and_broadcasts_it(who, mode, librar
 
     All ranks end where they would if all had loaded what this rank loaded.
     """
-    models = []
+    trained = []
     for who_loads in (range(hvd.size()), [who]):
-        model = parameters(SHAPES)
+        model = models.parameters(SHAPES)
         optimizer, compressor = make(library, model, mode, momentum=0.9)
-        take_steps(optimizer, model, range(1))
+        models.take_steps(optimizer, model, range(1))
         saved = copy.deepcopy(optimizer.state_dict())
-        take_steps(optimizer, model, range(1, 3))
+        models.take_steps(optimizer, model, range(1, 3))
         if hvd.rank() in who_loads:
             optimizer.load_state_dict(saved)
         broadcast(optimizer, who_loads[0])
-        take_steps(optimizer, model, range(3, 6))
-        models.append(model)
+        models.take_steps(optimizer, model, range(3, 6))
+        trained.append(model)
     assert compressor.stats()["step"] == 6
-    assert same_on_all_ranks(models[1].values())
-    for name in SHAPES:
-        torch.testing.assert_close(models[1][name], models[0][name], rtol=1e-4, atol=1e-5)
+    assert models.same_on_all_ranks(trained[1].values())
+    torch.testing.assert_close(trained[1], trained[0], rtol=1e-4, atol=1e-5)
 
 
 def test_what_a_rank_had_submitted_when_it_loaded_is_in_no_average():
@@ -198,18 +189,17 @@ def test_what_a_rank_had_submitted_when_it_loaded_is_in_no_average():
 
     What it had submitted meets what the other ranks submit in the next step.
     """
-    models, last = [], hvd.size() - 1
+    trained, last = [], hvd.size() - 1
     for gives_up in (False, True):
-        model = parameters(SHAPES)
+        model = models.parameters(SHAPES)
         optimizer, compressor = make(hvd, model, {"warmup_steps": 100}, momentum=0.9)
-        take_steps(optimizer, model, range(2))
+        models.take_steps(optimizer, model, range(2))
         if gives_up and hvd.rank() == last:
             optimizer.zero_grad()
-            feed(model, gradients(SHAPES, last, 10))
+            models.feed(model, gradients(SHAPES, last, 10))
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        take_steps(optimizer, model, range(2, 4))
-        models.append(model)
+        models.take_steps(optimizer, model, range(2, 4))
+        trained.append(model)
     assert compressor.stats()["step"] == 4
-    assert same_on_all_ranks(models[1].values())
-    for name in SHAPES:
-        torch.testing.assert_close(models[1][name], models[0][name], rtol=1e-4, atol=1e-5)
+    assert models.same_on_all_ranks(trained[1].values())
+    torch.testing.assert_close(trained[1], trained[0], rtol=1e-4, atol=1e-5)

@@ -11,15 +11,8 @@ import time
 
 import pytest
 from fuzz_model import Seen, Truth, draw_setting, draw_step
-from hypothesis import HealthCheck, Phase, note, settings
+from hypothesis import HealthCheck, Phase, note, settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 from simulated import assert_same
 
 from scalecom_hvd.exchange.kernels import torch_kernel
@@ -35,10 +28,10 @@ class Broken(Exception):
     """The error that a collective raises when a program asks for it."""
 
 
-class Training(RuleBasedStateMachine):
+class Training(stateful.RuleBasedStateMachine):
     """n ranks that train step by step. Every rule checks all that must be true after it."""
 
-    @initialize(data=st.data())
+    @stateful.initialize(data=st.data())
     def begin(self, data):
         self.setting = draw_setting(self.chooser(data), (1, 2, 3, 4))
         self.applied = self.setting.applied()
@@ -83,24 +76,24 @@ class Training(RuleBasedStateMachine):
                 assert mine.step == theirs.step
                 assert_same([mine.averages, mine.residues], [theirs.averages, theirs.residues])
 
-    @rule(data=st.data(), steps=st.integers(1, 4))
+    @stateful.rule(data=st.data(), steps=st.integers(1, 4))
     def some_steps(self, data, steps):
         for _ in range(steps):
             self.take(draw_step(self.chooser(data), self.setting))
 
-    @rule(data=st.data())
+    @stateful.rule(data=st.data())
     def step_with_missing_gradients(self, data):
         self.take(draw_step(self.chooser(data), self.setting, missing=True))
 
-    @rule(data=st.data(), missing=st.booleans())
+    @stateful.rule(data=st.data(), missing=st.booleans())
     def overflow(self, data, missing):
         self.take(draw_step(self.chooser(data), self.setting, missing, overflow=True))
 
-    @rule(power=st.sampled_from([0, -3, 4, 10, 16]))
+    @stateful.rule(power=st.sampled_from([0, -3, 4, 10, 16]))
     def move_the_loss_scale(self, power):
         self.scale = 2.0**power
 
-    @rule(data=st.data())
+    @stateful.rule(data=st.data())
     def freeze_or_thaw(self, data):
         name = data.draw(st.sampled_from(list(self.setting.shapes)))
         self.frozen ^= {name}
@@ -115,11 +108,11 @@ class Training(RuleBasedStateMachine):
     def states(self):
         return [copy.deepcopy(compressor.state_dict()) for compressor in self.runs[-1].compressors]
 
-    @rule()
+    @stateful.rule()
     def save(self):
         self.saved = (self.states(), self.truth.save())
 
-    @rule()
+    @stateful.rule()
     def resume(self):
         """Resume from a new checkpoint in new objects; the old objects go on for comparison."""
         states, old = self.states(), self.runs[-1]
@@ -131,8 +124,8 @@ class Training(RuleBasedStateMachine):
         self.runs = [old, new]
         self.tell_who_is_frozen()
 
-    @precondition(lambda self: self.saved is not None)
-    @rule()
+    @stateful.precondition(lambda self: self.saved is not None)
+    @stateful.rule()
     def go_back(self):
         states, truth = self.saved
         for run in self.runs:
@@ -140,7 +133,7 @@ class Training(RuleBasedStateMachine):
                 compressor.load_state_dict(copy.deepcopy(state))
         self.truth.load(truth)
 
-    @rule(data=st.data())
+    @stateful.rule(data=st.data())
     def fail_in_the_middle(self, data):
         """Make a collective, or a kernel between two of its tensors, fail on one rank.
 
@@ -192,7 +185,7 @@ def check(**fields):
         print_blob=True,
         **fields,
     )
-    run_state_machine_as_test(Training, settings=how)
+    stateful.run_state_machine_as_test(Training, settings=how)
 
 
 def test_random_programs():

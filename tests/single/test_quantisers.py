@@ -10,14 +10,7 @@ import torch
 from oracles import methods as oracle
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.exchange.quantisers import (
-    BLOCK,
-    Unrounded,
-    generator,
-    pack_levels,
-    quantiser_of,
-    unpack_levels,
-)
+from scalecom_hvd.exchange import quantisers
 
 UNSCALED = hvd.QSGD(7, norm=2, block=512, scaled=False)
 RANDOM = [hvd.QSGD(levels) for levels in (1, 7, 127)]
@@ -44,7 +37,7 @@ def values_of(kind, seed, dtype=torch.float32):
 
 
 def sent(quantiser, values, seed=0):
-    payload = quantiser.pack(values, COUNTS, generator(seed))
+    payload = quantiser.pack(values, COUNTS, quantisers.generator(seed))
     return payload, quantiser.unpack(payload, values, COUNTS)
 
 
@@ -57,9 +50,9 @@ def in_blocks(values, block):
 def test_packed_levels_come_back(bits):
     every = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1), dtype=torch.int8).repeat(9)
     for count in (0, 1, 3, len(every)):  # every level at every position in a byte
-        packed = pack_levels(every[:count], bits)
+        packed = quantisers.pack_levels(every[:count], bits)
         assert (packed.dtype, packed.numel()) == (torch.uint8, -(-count * bits // 8))
-        assert torch.equal(unpack_levels(packed, bits)[:count], every[:count])
+        assert torch.equal(quantisers.unpack_levels(packed, bits)[:count], every[:count])
 
 
 @pytest.mark.parametrize(
@@ -72,7 +65,7 @@ def test_packed_levels_come_back(bits):
     ],
 )
 def test_levels_are_packed_with_the_first_in_the_lowest_bits(levels, bits, packed):
-    assert pack_levels(torch.tensor(levels, dtype=torch.int8), bits).tolist() == packed
+    assert quantisers.pack_levels(torch.tensor(levels, dtype=torch.int8), bits).tolist() == packed
 
 
 @pytest.mark.parametrize("quantiser", ALL, ids=str)
@@ -128,12 +121,12 @@ def test_the_default_block_keeps_the_variance_below_one_where_that_can_be():
     assert [hvd.QSGD(s).bits for s in (1, 2, 7, 8, 127)] == [2, 4, 4, 8, 8]
 
 
-@pytest.mark.parametrize("quantiser", [*ALL, Unrounded()], ids=str)
+@pytest.mark.parametrize("quantiser", [*ALL, quantisers.Unrounded()], ids=str)
 def test_numbers_at_the_ends(quantiser):
     """A scale may be zero, denormal, or the largest number there is."""
     for size in (0.0, 1e-45, 1e-39, 1.0, 2.0**125, 3.4e38):
         values = torch.tensor([-size, 0.0, size / 3, size] * 10)
-        payload = quantiser.pack(values, (40,), generator(1))
+        payload = quantiser.pack(values, (40,), quantisers.generator(1))
         restored = quantiser.unpack(payload, values, (40,))
         assert restored.isfinite().all()
         assert (restored.abs() <= size * 4.5).all()  # by Euclidean norms
@@ -152,7 +145,9 @@ def test_the_oracle_agrees(quantiser, dtype):
             shrink = 1 + quantiser.variance if quantiser.scaled else 1.0
             rule = oracle.qsgd(quantiser.levels, quantiser.block, quantiser.norm, shrink)
         wanted = rule(
-            values.numpy(), COUNTS, lambda shape: torch.rand(shape, generator=generator(9)).numpy()
+            values.numpy(),
+            COUNTS,
+            lambda shape: torch.rand(shape, generator=quantisers.generator(9)).numpy(),
         )
         # float64 values are summed in float64, so the order of the sum may show.
         rtol = 1e-14 if dtype == torch.float64 else 0
@@ -165,7 +160,7 @@ def test_when_values_are_gathered():
     values = torch.cat([values] * 3)[:5120]
 
     def up_to(quantiser):
-        payload = quantiser.pack(values, (5120,), generator(1))
+        payload = quantiser.pack(values, (5120,), quantisers.generator(1))
         scales = 32 * quantiser.scales / quantiser.block
         assert payload.numel() * 8 / 5120 == pytest.approx(quantiser.bits + scales)
         return [n for n in range(1, 70) if quantiser.is_gathered(payload, values, n)]
@@ -175,8 +170,8 @@ def test_when_values_are_gathered():
     assert up_to(hvd.BinMeans()) == list(range(1, 29))  # b is 2.25
     assert up_to(hvd.QSGD(7)) == list(range(1, 16))  # b is 4 + 1/8
     assert up_to(hvd.QSGD(127)) == list(range(1, 8))
-    as_they_are = Unrounded().pack(values, (5120,), generator(1))
-    assert not Unrounded().is_gathered(as_they_are, values, 2)
+    as_they_are = quantisers.Unrounded().pack(values, (5120,), quantisers.generator(1))
+    assert not quantisers.Unrounded().is_gathered(as_they_are, values, 2)
 
 
 class ThreeBits(hvd.Quantiser):
@@ -219,6 +214,6 @@ def test_wrong_settings_are_refused(kind, settings, message):
 
 
 def test_a_class_is_a_quantiser_with_its_defaults():
-    assert isinstance(quantiser_of(None), Unrounded)
-    assert isinstance(quantiser_of(hvd.Sign), hvd.Sign)
-    assert BLOCK == hvd.Sign().block == 512
+    assert isinstance(quantisers.quantiser_of(None), quantisers.Unrounded)
+    assert isinstance(quantisers.quantiser_of(hvd.Sign), hvd.Sign)
+    assert quantisers.BLOCK == hvd.Sign().block == 512

@@ -7,12 +7,7 @@ import tensorflow as tf
 from scalecom_hvd.bucket_layout import Layout, pack_halves
 from scalecom_hvd.integers import field_bits, words_of
 from scalecom_hvd.lanes import geometry
-from scalecom_hvd.tensorflow.bucket import (
-    pack_choice,
-    pack_integers,
-    unpack_choice,
-    unpack_integers,
-)
+from scalecom_hvd.tensorflow import bucket
 
 
 @pytest.mark.parametrize("rates", [[16], [16, 300], [7, 2.5, 40_000], [100], [17, 300]], ids=str)
@@ -25,16 +20,16 @@ def test_narrow_offsets_travel_two_to_a_byte(rates, numel, has_scales):
     random = np.random.default_rng(0)
     choice = random.integers(0, 256, layout.offsets_bytes, np.uint8)
     choice[cut:] %= 16
-    message = pack_choice(tf.constant(choice), layout).numpy()
+    message = bucket.pack_choice(tf.constant(choice), layout).numpy()
     packed = np.zeros(-(-layout.narrow_bytes // 2), np.uint8)
     pack_halves(choice[cut:], packed)
     np.testing.assert_array_equal(message, np.concatenate([choice[:cut], packed]))
-    np.testing.assert_array_equal(unpack_choice(tf.constant(message), layout), choice)
-    nothing = pack_choice(tf.zeros([0], tf.uint8), layout)
+    np.testing.assert_array_equal(bucket.unpack_choice(tf.constant(message), layout), choice)
+    nothing = bucket.pack_choice(tf.zeros([0], tf.uint8), layout)
     assert nothing.shape == (0,)
     for answers in (nothing, np.tile(message, 2)):
         with pytest.raises(tf.errors.InvalidArgumentError, match="exactly one leader"):
-            unpack_choice(tf.constant(answers), layout)
+            bucket.unpack_choice(tf.constant(answers), layout)
 
 
 @pytest.mark.parametrize("is_elastic", [False, True])
@@ -46,10 +41,10 @@ def test_the_words_of_ranks_add_up(n, k, levels, is_elastic):
     few[:, 0] = levels  # this gives the largest sum
     few[:, -1] = -levels
     size = tf.constant(n) if is_elastic else n
-    words = [pack_integers(tf.constant(own), k, levels, size).numpy() for own in few]
+    words = [bucket.pack_integers(tf.constant(own), k, levels, size).numpy() for own in few]
     assert words[0].shape == (words_of(k, levels, n),)
     first = words[0][0] & 2 ** field_bits(levels, n) - 1
     assert first == int(few[0, 0]) + levels
     total = np.resize(words, (n, len(words[0]))).sum(0, dtype=np.int32)  # ranks repeat the few
-    sums = unpack_integers(tf.constant(total), k, levels, size)
+    sums = bucket.unpack_integers(tf.constant(total), k, levels, size)
     np.testing.assert_array_equal(sums, np.resize(few, (n, k)).sum(0, dtype=np.int32))
