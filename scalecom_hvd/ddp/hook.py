@@ -236,8 +236,10 @@ class ScaleComState:
                 averages = (self._in_node or self._exchange).finish()
                 if has_joined:  # the other ranks' steps use them
                     self._unused.end(())
-                for reduced in everything:
-                    reduced.give(averages)
+                # Averages may be copied here, so from the stream whose memory they are in.
+                with self._exchange.streams.entered():
+                    for reduced in everything:
+                        reduced.give(averages)
             except BaseException as error:
                 for reduced in everything:
                     if not reduced.given.done():
