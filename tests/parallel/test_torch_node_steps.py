@@ -239,6 +239,8 @@ def test_going_on_in_the_middle_of_a_round_is_bit_identical(face):
 
 @pytest.mark.skipif(Whole not in FACES, reason="Horovod and FSDP2 average in a node by themselves")
 def test_ranks_that_do_not_average_in_their_node_are_found():
+    if hvd.size() < 4:
+        pytest.skip("a node of one rank has nothing to average")
     trained = make(Whole)
     with pytest.raises(RuntimeError, match=r"DistributedDataParallel\(model, process_group="):
         for step in range(3):
