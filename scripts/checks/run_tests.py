@@ -9,11 +9,12 @@
 
 A part has a time limit. Parts that compute all the time run at the same time, on separate cores.
 Then come the parts that start launchers and wait for them. Tests marked `long` belong to --long or
---nightly. Each of the other tests runs once with each face: on 2 ranks (on 4 if it is about nodes),
-on Horovod under mpirun, and with torch.distributed under torchrun. Some files of TensorFlow and of
-nodes wait for --long. With --long, tests of torch.distributed's face run again without Horovod, and
-on a device whose streams run late (tests/delayed). With --nightly, PyTorch's tests run again on 4
-ranks and under Gloo. Of TensorFlow's only some run again, because tracing takes long.
+--nightly, and those marked `nightly` to the latter alone. Each of the other tests runs once with
+each face: on 2 ranks (on 4 if it is about nodes), on Horovod under mpirun, and with
+torch.distributed under torchrun. Some files of TensorFlow and of nodes wait for --long. With
+--long, tests of torch.distributed's face run again without Horovod, and on a device whose streams
+run late (tests/delayed). With --nightly, PyTorch's tests run again on 4 ranks and under Gloo. Of
+TensorFlow's only some run again, because tracing takes long.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Part:
 
     words: str  # what follows `python -m`
     tests: list[str] = dataclasses.field(default_factory=list)
-    marks: str = "not long"  # pytest's -m; "" for all tests
+    marks: str = "not long and not nightly"  # pytest's -m; "" for all tests
     limit: int = 1200  # seconds
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     alone: bool = False  # whether it has all cores to itself
@@ -107,9 +108,6 @@ PROGRAMS = "torch_differential torch_local_differential"
 UNLIKE = "tensorflow_tape::gradients_that_come_later_on_one_rank_alone"
 # They run at the same time, the longest first: see tests/integration/conftest.py.
 AT_ONCE = f"-n {min(4, len(CORES))} --dist loadgroup --no-loadscope-reorder"
-# Tests of tests/integration that kill ranks, run on several hosts, or train to an accuracy.
-KILLING = ["hosts", "accuracy", "tensorflow_elastic", "faults", "soak", "doctor_ranks", "nodes"]
-OTHERS = " ".join(f"--ignore=tests/integration/test_{name}.py" for name in KILLING)
 # Half of the time of tests/single. What ranks do needs kernels too, and notices most of it.
 KERNELS = [f"tests/single/test_{name}.py" for name in ("kernels", "torch_kernels", "triton")]
 
@@ -146,9 +144,13 @@ LONG = {
         "torch_unlike_ranks::one_rank_loads_its_residues_and_nothing_is_lost"
     ),
     "device, one process, the rest": pytest("delayed", marks="long"),
-    "long integration": dataclasses.replace(
-        pytest("", f"{AT_ONCE} --timeout=1000", marks="long", limit=2400, alone=True),
-        tests=[f"tests/integration/test_{name}.py" for name in KILLING],
+    # They kill ranks, run on several hosts, or train to an accuracy.
+    "long integration": pytest(
+        "integration",
+        f"{AT_ONCE} --timeout=1000",
+        marks="long and not nightly",
+        limit=2400,
+        alone=True,
     ),
 }
 NIGHTLY = {
@@ -176,8 +178,8 @@ NIGHTLY = {
         PROGRAMS, "-k test_random_programs", environment=MINUTE
     ),
     "long tests of one process": pytest("single", "--timeout=300", marks="long"),
-    "other long integration": pytest(
-        "integration", f"{OTHERS} {AT_ONCE} --timeout=1000", marks="long", limit=2400, alone=True
+    "nightly integration": pytest(
+        "integration", f"{AT_ONCE} --timeout=1000", marks="nightly", limit=2400, alone=True
     ),
 }
 # NCCL's ranks that share a GPU take turns on it, which needs patience. FSDP2 is not tested over

@@ -18,7 +18,7 @@ from conftest import ROOT
 K, SMALL = 3_102_375, 35_000
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("hosts")
 @pytest.mark.skipif(os.geteuid() != 0, reason="hosts are namespaces, which need root")

@@ -35,16 +35,16 @@ def bytes_in_timeline(path) -> dict[str, list[int]]:
 @pytest.mark.parametrize(
     ("framework", "launcher", "settings"),
     [
-        pytest.param("torch", "horovodrun --gloo", {"rate": 100}, marks=pytest.mark.long),
-        pytest.param("torch", "horovodrun", MANY_BUCKETS, marks=pytest.mark.long),
+        pytest.param("torch", "horovodrun --gloo", {"rate": 100}, marks=pytest.mark.nightly),
+        pytest.param("torch", "horovodrun", MANY_BUCKETS, marks=pytest.mark.nightly),
         pytest.param(
-            "torch", "mpirun", {"rate": 100, "warmup_steps": STEPS}, marks=pytest.mark.long
+            "torch", "mpirun", {"rate": 100, "warmup_steps": STEPS}, marks=pytest.mark.nightly
         ),
         ("torch", "horovodrun --gloo", {"rate": 16, "bits": 3}),
-        pytest.param("tensorflow", "mpirun", MANY_BUCKETS, marks=pytest.mark.long),
+        pytest.param("tensorflow", "mpirun", MANY_BUCKETS, marks=pytest.mark.nightly),
         pytest.param(
             *("tensorflow", "horovodrun --gloo", {"rate": 50, "dense": ["auto:output"]}),
-            marks=pytest.mark.long,
+            marks=pytest.mark.nightly,
         ),
     ],
     ids=str,

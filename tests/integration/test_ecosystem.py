@@ -14,7 +14,7 @@ from conftest import ROOT
 
 EXAMPLES = ROOT / "scripts" / "examples"
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.nightly,
     pytest.mark.skipif(
         not launch.TORCH_ALONE.exists(), reason="make setup-torch makes its environment"
     ),

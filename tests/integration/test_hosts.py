@@ -24,7 +24,7 @@ PLACES = ("/run/netns", "/run/sshd", "/root/.ssh", "/root/.horovod")
 
 # These tests look at what else is on the machine, so they run one after the other.
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.nightly,
     pytest.mark.timeout(180, func_only=True),
     pytest.mark.xdist_group("hosts"),
 ]

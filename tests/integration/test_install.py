@@ -79,7 +79,7 @@ def checkout(tmp_path):
     return tmp_path / "checkout"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("compiler", [True, False])
 def test_pip_install(run, launched, checkout, tmp_path, compiler):
     place = tmp_path / "place"
@@ -193,7 +193,7 @@ def installed(run, python, wheel):
     return python
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_dist(run, checkout, environment):
     """All this is one test because `make dist` takes most of the time."""
     make = {"command": ["make", "dist", f"PYTHON={sys.executable}"], "cwd": checkout, "limit": 600}
@@ -230,7 +230,7 @@ def test_dist(run, checkout, environment):
         run([python, "-c", IMPORT + NATIVE + REFERENCE + program], PYTHONPATH="")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_wheel_without_libraries_is_for_any_platform(run, checkout, tmp_path):
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     run([*pip, "--wheel-dir", tmp_path / "wheels", checkout], **NO_COMPILER)

@@ -20,7 +20,7 @@ WORKER = Path(__file__).with_name("worker_keras.py")
 BOUND = 9
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_stopped_and_resumed_is_as_never_stopped_under_either_launcher(launched, tmp_path):
     options = "--steps 20 --batch-size 8 --rate 20 --lookahead --leader staggered"
     often = "--no-progress --evaluate-every 20 --checkpoint-every 8 --checkpoint-dir"
@@ -53,7 +53,7 @@ def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_both_loops_learn_resume_and_refuse_and_the_bound_catches_lost_residues(launched, tmp_path):
     output = launched("mpirun", 2, [WORKER, tmp_path], limit=280)
     reached, refused = (
@@ -88,7 +88,7 @@ def test_wrong_input_ends_all_ranks_with_a_message(launched):
     assert "Traceback" not in output
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_one_process_without_a_launcher(run):
     options = "--no-progress --steps 3 --norm group --loop custom"
     output = run([sys.executable, SCRIPT, *options.split()])

@@ -13,7 +13,7 @@ WORKER = Path(__file__).with_name("worker_memory.py")
 MODEL_BYTES = 32_000_000 * 4
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_peak_memory_is_that_of_stock_horovod_the_residue_and_a_copy_of_what_is_sent_whole(
     launched,

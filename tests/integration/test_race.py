@@ -36,7 +36,7 @@ def test_one_rank_of_a_run_alone_cuts_the_text(launched, tmp_path):
     assert [path.name for path in tmp_path.glob("cut-*")] == ["cut-0"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_resnet_trains_in_the_race(launched, tmp_path):
     worker = RACE.with_name("race_worker.py")
     arguments = ["--task", "resnet", "--size", "tiny", "--way", "ScaleCom", "--steps", "40"]
@@ -46,7 +46,7 @@ def test_a_resnet_trains_in_the_race(launched, tmp_path):
     assert losses["40"] < 0.8 * losses["0"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0, reason="hosts need root")
 def test_a_short_race(run, tmp_path):
     command = [sys.executable, RACE, "--quick", "--untuned", "--seeds", "1", "--steps", "40"]

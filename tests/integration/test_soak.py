@@ -18,7 +18,7 @@ from soak import Plan, Point
 SOAK = [sys.executable, ROOT / "scripts" / "checks" / "soak.py"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1300)
 def test_all_jobs(run):
     # A job lasts until its last fault is over. If a worker was killed, this may take a minute.
@@ -43,7 +43,7 @@ MOMENTUM = {"rate": 20, "mu": 0, "outliers": None}
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan("horovodrun", "drop-in", soak.AS_THEY_ARE),
+        pytest.param(Plan("horovodrun", "drop-in", soak.AS_THEY_ARE), marks=pytest.mark.nightly),
         Plan("horovodrun", "drop-in", MOMENTUM, method="momentum:Momentum"),
         # Commits lie in the middle of rounds.
         Plan("horovodrun", "drop-in", soak.AS_THEY_ARE, {"local_steps": 3}),

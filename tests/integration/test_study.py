@@ -42,7 +42,7 @@ TASK = Lines()
 
 # This takes about 150 s on two idle cores. CI's cores are shared with another job, and were three
 # times slower.
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(2400)
 @pytest.mark.xdist_group("study")
 def test_the_short_study_knows_every_number(run, tmp_path):
@@ -80,7 +80,7 @@ def test_the_short_study_knows_every_number(run, tmp_path):
     assert {**again, "seconds": 0} == {**same, "seconds": 0}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1000)
 def test_a_model_of_ones_own(run, tmp_path):
     task = tmp_path / "lines.py"

@@ -25,7 +25,7 @@ def program(script, options, *more):
     return [SCRIPTS / script, *f"{SHORT} {options}".split(), *more]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("launcher", "script", "options"),
     [
@@ -58,7 +58,7 @@ def test_stopped_and_resumed_is_as_never_stopped(launched, tmp_path, launcher, s
     assert compared >= 3
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_killed_at_any_moment_it_goes_on_from_a_whole_checkpoint(launched, tmp_path):
     """There is a checkpoint after every step, so some kills hit while one is being written."""
     folder, ranks, steps = tmp_path / "killed", 2, 60
@@ -83,7 +83,7 @@ def test_killed_at_any_moment_it_goes_on_from_a_whole_checkpoint(launched, tmp_p
     )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_torchrun_restarts_after_a_worker_was_killed(launched, tmp_path):
     """All workers restart from the last checkpoint, and end as they would without the kill."""
     options = "--rate 20 --steps 60 --resume --checkpoint-every 4 --checkpoint-dir"
@@ -197,7 +197,7 @@ def same(a, b) -> bool:
     return a == b
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_one_process_without_a_launcher(run):
     for script, options, tells in (
         ("train_image.py", "--model mobilenetv2 --norm group", '"step": 3'),
@@ -207,7 +207,7 @@ def test_one_process_without_a_launcher(run):
         assert tells in run([sys.executable, *words], limit=200)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_other_compressions(launched):
     for compression in ("none", "fp16"):
         words = program("train_image.py", f"--steps 3 --compression {compression}")
