@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 HOROVOD = (
     "Horovod, which pip does not install along with scalecom_hvd, because it is compiled for the "
@@ -30,9 +30,21 @@ def explained(error: ModuleNotFoundError, face: str) -> ModuleNotFoundError:
 
 
 TORCHS_ALONE = (
-    *("BinMeans", "ECQSGD", "QSGD", "Diagnostics", "GTopK", "GlobalTopK", "LocalTopK"),
+    *("BinMeans", "QSGD", "Diagnostics", "LocalTopK"),
     *("Method", "RandomK", "Sign", "diloco", "rates_from_flops", "sparseloco"),
 )
+# Names that earlier releases had, and what to use now.
+REMOVED = {
+    "ECQSGD": "ScaleCom(rate=1, bits=4)",
+    "GTopK": "LocalTopK, which is faster and sends less",
+    "GlobalTopK": "diagnostics=..., whose contraction_top_k says what the true top-k would leave",
+}
+
+
+def no_attribute(name: str) -> NoReturn:
+    """Raise AttributeError for a name that no face for PyTorch has; see REMOVED."""
+    hint = f". It was removed: use {REMOVED[name]}" if name in REMOVED else ""
+    raise AttributeError(f"scalecom_hvd has no {name}{hint}")
 
 
 def attribute(horovod: ModuleType, name: str, face: str) -> Any:

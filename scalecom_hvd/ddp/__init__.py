@@ -7,12 +7,12 @@ state = ScaleComState(model)
 model.register_comm_hook(state, scalecom_hook)
 """
 
-from scalecom_hvd.missing import explained as _explained
+from scalecom_hvd import missing as _missing
 
 try:
     import torch  # noqa: F401
 except ModuleNotFoundError as _error:
-    raise _explained(_error, "scalecom_hvd.ddp") from _error
+    raise _missing.explained(_error, "scalecom_hvd.ddp") from _error
 
 import torch.distributed as _dist
 
@@ -24,6 +24,9 @@ from scalecom_hvd.exchange import ScaleCom, public_names
 from scalecom_hvd.exchange.public_names import *  # noqa: F403
 
 Monitor = _monitoring.for_face(lambda: _dist.get_rank() if _dist.is_initialized() else 0)
+
+# Type checkers must not see it: they would allow any name.
+globals()["__getattr__"] = _missing.no_attribute
 
 __all__ = ["DistributedOptimizer", "Monitor", "PerRank", "broadcast_parameters"]
 __all__ += ["ScaleCom", "ScaleComState", "scalecom_hook"]

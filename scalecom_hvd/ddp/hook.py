@@ -41,8 +41,7 @@ class ScaleComState:
 
     Args:
         model: the model, wrapped by DistributedDataParallel or not.
-        compression: a method (its class or an instance): ScaleCom, RandomK, LocalTopK, GTopK,
-            GlobalTopK or ECQSGD.
+        compression: a method (its class or an instance): ScaleCom, RandomK or LocalTopK.
         process_group: default: the group of DDP's wrapper, or all ranks.
         collectives: a transport of your own by which ranks reach each other (see
             scalecom_hvd.exchange.Collectives). Its ranks are those of DDP's group. None:

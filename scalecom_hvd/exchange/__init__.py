@@ -4,12 +4,12 @@
 import, such as scalecom_hvd.torch, put it into optimizers.
 """
 
-from scalecom_hvd.missing import explained as _explained
+from scalecom_hvd import missing as _missing
 
 try:
     import torch  # noqa: F401
 except ModuleNotFoundError as _error:
-    raise _explained(_error, "scalecom_hvd.exchange") from _error
+    raise _missing.explained(_error, "scalecom_hvd.exchange") from _error
 
 from scalecom_hvd.agreement import Numbers
 from scalecom_hvd.exchange import public_names
@@ -20,6 +20,9 @@ from scalecom_hvd.exchange.local.local_steps import LocalSteps
 from scalecom_hvd.exchange.methods import ScaleCom
 from scalecom_hvd.exchange.public_names import *  # noqa: F403
 from scalecom_hvd.exchange.simulator import Simulation
+
+# Type checkers must not see it: they would allow any name.
+globals()["__getattr__"] = _missing.no_attribute
 
 __all__ = ["CollectiveError", "Collectives", "Numbers", "Wait", "Work"]
 __all__ += ["Exchange", "Face", "LocalSteps", "Options", "ScaleCom", "Simulation"]

@@ -179,8 +179,6 @@ class Run:
             numbers |= {"quantiser": repr(method.quantiser), "values": values}
         if "leader" not in method.uses:
             numbers.pop("leader", None)
-        if method.sends_all and "rate" in numbers:
-            numbers["rate"] = 1.0
         ratio = residues.health.ratio
         outliers = sum(tensor.norms.outliers for tensor in residues.tensors.values())
         numbers |= {"residue_norm": residues.norm(), "residue_ratio": ratio}

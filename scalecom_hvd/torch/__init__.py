@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from scalecom_hvd.missing import explained as _explained
+from scalecom_hvd import missing as _missing
 
 try:
     import horovod.torch as _horovod
     from horovod.torch import *  # noqa: F403
 except ModuleNotFoundError as _error:
-    raise _explained(_error, "scalecom_hvd.torch") from _error
+    raise _missing.explained(_error, "scalecom_hvd.torch") from _error
 
 import scalecom_hvd.torch.elastic  # noqa: F401  Over Horovod's: its states keep residues.
 from scalecom_hvd import monitoring as _monitoring
@@ -53,7 +53,7 @@ def join(device: int = -1) -> int:
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(_horovod, name)
+    return _missing.no_attribute(name) if name in _missing.REMOVED else getattr(_horovod, name)
 
 
 __all__ = [name for name in dir(_horovod) if not name.startswith("_")] + ["Monitor", "ScaleCom"]

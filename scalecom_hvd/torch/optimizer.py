@@ -60,8 +60,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 ) -> torch.optim.Optimizer:
     """horovod.torch.DistributedOptimizer, which also takes ScaleCom and other methods.
 
-    The methods are ScaleCom, RandomK, LocalTopK, GTopK, GlobalTopK and ECQSGD. With any other
-    compression and no local steps, this calls Horovod's own function unchanged.
+    The methods are ScaleCom, RandomK and LocalTopK. With any other compression and no local steps,
+    this calls Horovod's own function unchanged.
 
     Arguments that are not listed below work as in Horovod.
 

@@ -15,7 +15,7 @@ from scalecom_hvd import lanes
 from scalecom_hvd.exchange.devices import HostCopy, Streams
 from scalecom_hvd.exchange.kernels import base
 from scalecom_hvd.exchange.kernels.base import positions_of
-from scalecom_hvd.exchange.methods import ECQSGD, GlobalTopK, GTopK, LocalTopK, RandomK
+from scalecom_hvd.exchange.methods import LocalTopK, RandomK
 from scalecom_hvd.exchange.quantisers import QSGD, Sign
 from scalecom_hvd.exchange.simulator import Simulation
 
@@ -37,9 +37,6 @@ KINDS = {
     "signs": {"rate": 10, "quantiser": Sign()},
     "local top-k in QSGD": {"compression": LocalTopK, "rate": 10, "quantiser": QSGD(2)},
     "random-k": {"compression": RandomK, "rate": 10},
-    "gTop-k": {"compression": GTopK, "rate": 10},
-    "global top-k": {"compression": GlobalTopK, "rate": 10},
-    "ECQ-SGD": {"compression": ECQSGD},
 }
 
 

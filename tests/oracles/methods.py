@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scalecom_hvd.lanes import Lanes, geometry
-from scalecom_hvd.reference import ScaleComReference, integers, largest, mean, scales, select
+from scalecom_hvd.reference import ScaleComReference, integers, mean, scales, select
 
 BLOCK = 512
 
@@ -211,51 +211,6 @@ def few_bits(levels: int) -> Send:
         for mine, sendable in zip(sent, bucket.sendable, strict=True):
             mine[chosen] = integers(sendable[chosen], scale, levels) * scale
         return sent
-
-    return send
-
-
-def global_topk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
-    """All workers send at the indices where the average is largest."""
-    chosen = choose(mean(accumulators), bucket, "exact")
-    return np.stack([only(values, chosen) for values in bucket.sendable])
-
-
-def gtopk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
-    """gTop-k (Shi et al., 2019): groups of workers merge two at a time.
-
-    A group keeps the k largest sums of what its members still send; k is that of the whole bucket.
-    A value that is dropped stays in the residue of its worker.
-    """
-    k = sum(bucket.counts)
-    sent = [
-        only(values, largest(acc, k))
-        for values, acc in zip(bucket.sendable, accumulators, strict=True)
-    ]
-    groups = [[i] for i in range(len(sent))]
-    while len(groups) > 1:
-        groups = [sum(groups[first : first + 2], []) for first in range(0, len(groups), 2)]
-        for group in groups:
-            kept = largest(np.sum([sent[i] for i in group], 0), k)
-            for i in group:
-                sent[i] = only(sent[i], kept)
-    return np.stack(sent)
-
-
-def ecqsgd(bits: int, uniform: Uniform) -> Send:
-    """ECQ-SGD (Wu et al., 2018): every element is sent.
-
-    It is rounded, up or down at random, to one of 2s + 1 levels of its block's largest magnitude.
-    """
-    quantise = qsgd(2 ** (bits - 1) - 1, BLOCK)
-
-    def send(accumulators, bucket):
-        return np.stack(
-            [
-                quantise(acc, [acc.size], functools.partial(uniform, bucket, worker))
-                for worker, acc in enumerate(bucket.sendable)
-            ]
-        )
 
     return send
 

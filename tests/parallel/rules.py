@@ -45,11 +45,6 @@ def sending(compressor):
     A quantiser may round the values of ScaleCom, LocalTopK and RandomK. ScaleCom rounds them itself
     in few bits.
     """
-    if isinstance(compressor, hvd.ECQSGD):
-        return oracle.ecqsgd(compressor.bits, uniform(compressor))
-    for kind, rule in ((hvd.GTopK, oracle.gtopk), (hvd.GlobalTopK, oracle.global_topk)):
-        if isinstance(compressor, kind):
-            return rule
     if compressor.config.levels:
         return oracle.few_bits(compressor.config.levels)
 

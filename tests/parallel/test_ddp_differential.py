@@ -349,12 +349,11 @@ def hold(program, caplog):
         return parameters
 
     plain, everything, few = (run(sent) for sent in (None, EVERYTHING, SOME))
-    rounds = program["method"] == "ECQSGD"
-    compare(everything, everything if rounds else plain, few)
+    compare(everything, plain, few)
     everything, few = (run(sent, by_optimizer=True) for sent in (EVERYTHING, SOME))
     # If DDP has no gradient, the optimizer has zeros, so its momentum goes on.
     unused = program["of_ddp"]["find_unused_parameters"]
-    compare(everything, everything if rounds or (unused and program["momentum"]) else plain, few)
+    compare(everything, everything if unused and program["momentum"] else plain, few)
 
 
 def compare(everything, plain, few):

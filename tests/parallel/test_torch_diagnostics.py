@@ -29,7 +29,7 @@ def known(numbers):
         (hvd.ScaleCom, {}),
         (hvd.ScaleCom, {"lookahead": True, "leader": "staggered", "bucket_bytes": 20_000}),
         (hvd.LocalTopK, {}),
-        (hvd.ECQSGD, {}),
+        (hvd.RandomK, {}),
     ],
     ids=str,
 )

@@ -53,6 +53,7 @@ class Trained:
     def __init__(self, script, number, library, sent, said):
         self.script, self.library, self.sent, self.said = script, library, sent, said
         self.scale_now, self.threw_away, self.given = 1.0, False, []
+        self.comparable = True  # with dense training
         # Whether some rank has a gradient that was not exchanged yet. None if that depends on the
         # gradients that scripts set.
         self.new = False
@@ -61,7 +62,6 @@ class Trained:
         self.mine, self.kept, self.earlier = {}, {}, {}
         self.thrown = 0
         method = script.method if library is hvd else "ScaleCom"
-        self.comparable = method != "ECQSGD"  # ECQSGD rounds
         generator = torch.Generator().manual_seed(script.seed)
         self.parameters = {
             name: torch.nn.Parameter(torch.randn(shape, generator=generator))

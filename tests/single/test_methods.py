@@ -14,10 +14,9 @@ import torch
 from oracles import methods as oracle
 from parallel.made_up import SHAPES
 from parallel.rules import sending
-from simulated import as_tensors, assert_same, made_up, residues_of, simulate, step_as
+from simulated import as_tensors, made_up, residues_of, simulate, step_as
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.exchange.methods.g_top_k import merge
 from scalecom_hvd.exchange.methods.random_k import draw
 from scalecom_hvd.exchange.quantisers import generator
 from scalecom_hvd.lanes import Lanes, Positions
@@ -69,48 +68,12 @@ def test_numbers_drawn_depend_on_every_number_given():
     assert first(-1, 2**40) == first(-1, 2**40)
 
 
-# What is sent.
-
-
-@pytest.mark.parametrize("n", range(1, 9))
-def test_gtopks_merge_gives_what_ranks_sent(n):
-    """Indices overlap, are equal on all ranks, or values cancel."""
-    k, numel = 5, 12
-    for trial in range(24):
-        random = np.random.default_rng([n, trial])
-        places = [np.sort(random.permutation(numel)[:k]) for _ in range(n)]
-        if trial % 4 == 0:
-            places = [places[0]] * n
-        values = [
-            random.standard_normal(k) if trial % 3 else random.choice([-1.0, 1.0, 2.0], k)
-            for _ in range(n)
-        ]
-        choices = [
-            (torch.from_numpy(p), torch.from_numpy(v)) for p, v in zip(places, values, strict=True)
-        ]
-        result, sent = torch.zeros(2, numel, dtype=torch.float64)
-        (chosen, sums), _ = merge(list(choices), k, 0)
-        result[chosen] = sums
-        assert len(set(chosen.tolist())) == len(chosen) == k
-        for rank, (own, whole) in enumerate(choices):
-            same, mine = merge(list(choices), k, rank)
-            assert_same(same, (chosen, sums))
-            assert set(mine.tolist()) <= set(own.tolist()) & set(chosen.tolist())
-            sent[mine] += whole[torch.isin(own, mine)]
-        torch.testing.assert_close(result, sent, rtol=0, atol=1e-12)
-        if n == 1:
-            assert torch.equal(mine, choices[0][0])
-
-
 # Simulated ranks.
 
 
 METHODS = {
     "RandomK": functools.partial(hvd.RandomK, seed=7),
     "LocalTopK": hvd.LocalTopK,
-    "GTopK": hvd.GTopK,
-    "GlobalTopK": hvd.GlobalTopK,
-    "ECQSGD": functools.partial(hvd.ECQSGD, seed=7),
 }
 
 
@@ -161,7 +124,7 @@ def test_a_frozen_tensors_residue_does_not_fade():
 
 # What is refused.
 
-KINDS = hvd.RandomK, hvd.LocalTopK, hvd.GTopK, hvd.GlobalTopK, hvd.ECQSGD, hvd.ScaleCom
+KINDS = hvd.RandomK, hvd.LocalTopK, hvd.ScaleCom
 DIFFERENT = [
     ((one, {}), (other, {}), "method", one.__name__, other.__name__)
     for one, other in itertools.combinations(KINDS, 2)
@@ -169,11 +132,9 @@ DIFFERENT = [
 DIFFERENT += [
     ((method, {}), (method, {what: value}), what, before, shown)
     for method, what, value, before, shown in (
-        (hvd.ECQSGD, "bits", 2, 4, 2),
-        (hvd.ECQSGD, "seed", 5, 0, 5),
-        (hvd.ECQSGD, "beta", 0.5, 1.0, 0.5),
-        (hvd.ECQSGD, "min_numel", 9, 0, 9),
         (hvd.RandomK, "seed", 5, 0, 5),
+        (hvd.RandomK, "beta", 0.5, 1.0, 0.5),
+        (hvd.RandomK, "min_numel", 9, 0, 9),
         (hvd.RandomK, "shared", False, None, False),
         (hvd.LocalTopK, "decay", 0, None, 0.0),
         (hvd.LocalTopK, "average", "contributors", None, "contributors"),
@@ -209,8 +170,7 @@ REFUSED = [
     (TypeError, hvd.LocalTopK, {"decay": "much", "beta": 1}, "must be a number, not 'much'"),
     (ValueError, hvd.LocalTopK, {"decay": 0.9, "beta": 0.5}, "each other: give beta=1, not 0.5"),
     (ValueError, hvd.LocalTopK, {"average": "some"}, '"all" or "contributors", not \'some\''),
-    (ValueError, hvd.ECQSGD, {"bits": 3}, "bits must be 2, 4 or 8.*not 3"),
-    (ValueError, hvd.GTopK, {"rat": 3}, "did you mean"),
+    (ValueError, hvd.LocalTopK, {"rat": 3}, "did you mean"),
 ]
 MEANT = {"lookahead": True, "leader": "staggered", "selection": "exact"}
 REFUSED += [

@@ -6,9 +6,6 @@ is a `Method` (base.py) whose `step` says how one bucket's accumulators are aver
 
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
-from scalecom_hvd.exchange.methods.ecq_sgd import ECQSGD
-from scalecom_hvd.exchange.methods.g_top_k import GTopK
-from scalecom_hvd.exchange.methods.global_top_k import GlobalTopK
 from scalecom_hvd.exchange.methods.local_top_k import LocalTopK
 from scalecom_hvd.exchange.methods.random_k import RandomK
 from scalecom_hvd.exchange.methods.scalecom import ScaleCom

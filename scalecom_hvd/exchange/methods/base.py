@@ -56,8 +56,6 @@ class Method:
     uses: ClassVar[tuple[str, ...]] = ("selection",)
     """Those of OPTIONAL that this method has a use for: "leader" if one rank chooses for all, and
     "bits" if values may be integers, which bucket.take_and_accumulate() makes."""
-    sends_all: ClassVar[bool] = False
-    """Whether every element travels, so that stats()["rate"] is 1."""
     equal_state: ClassVar[tuple[str, ...]] = ()
     """The parts of the method's state, and of its tensors' states, that are the same on all ranks.
     If they differ, because some come from another step, all ranks begin them anew."""
@@ -188,7 +186,7 @@ class Method:
 
     def _resolved(self, config: ScaleComConfig, every_step: bool = False) -> ScaleComConfig:
         knows_bits = "bits" in self.uses and not self.quantiser.rounds
-        return config.resolved(every_step and not self.sends_all, knows_bits)
+        return config.resolved(every_step, knows_bits)
 
     # What users, and elastic states, call. The run does it.
 

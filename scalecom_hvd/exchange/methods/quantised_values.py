@@ -29,7 +29,6 @@ def average_at(
     collectives: BucketCollectives,
     places: Places,
     quantiser: Quantiser,
-    counts: Sequence[int] | None = None,
     everyone: Sequence[Places] | None = None,
 ) -> Step[None]:
     """Average the accumulators at indices that all ranks know.
@@ -39,10 +38,9 @@ def average_at(
 
     Args:
         places: the indices of this rank.
-        counts: how many of the indices belong to each tensor. Default: as many as it chooses.
         everyone: the indices of each rank, so that values are gathered. None: all have the same.
     """
-    counts = bucket.counts if counts is None else counts
+    counts = bucket.counts
     payload, sent = rounded(quantiser, bucket.sendable(places), counts, collectives)
     bucket.send(places, sent)
     if everyone is not None or quantiser.is_gathered(payload, sent, collectives.size):
