@@ -141,7 +141,7 @@ class ScaleComConfig:
     """
 
     lookahead: bool = False
-    """Whether the leader chooses for step t + 1 at the end of step t.
+    """Whether the leader chooses for step t + 1 at the end of step t. This works only in PyTorch.
 
     The broadcast then hides behind forward and backward, so this is often the fastest form. The
     choice is made without the gradient of step t + 1, which costs accuracy. With nu=1 and a beta

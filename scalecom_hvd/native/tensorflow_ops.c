@@ -199,9 +199,7 @@ static void choose(void *kernel, TF_OpKernelContext *context) {
     end(&now);
 }
 
-/* grads, residues, settings, chooses, offsets
- * -> updated residues, values, the next step's offsets (none unless it chooses), how many elements
- *    are bad */
+/* grads, residues, settings, offsets -> updated residues, values, how many elements are bad */
 static void take_and_accumulate(void *kernel, TF_OpKernelContext *context) {
     const bucket *of = kernel;
     int n = of->count;
@@ -213,11 +211,8 @@ static void take_and_accumulate(void *kernel, TF_OpKernelContext *context) {
         tensors[i].residue = output(&now, i, tensors[i].numel);
     }
     settings(&now, 2 * n);
-    uint8_t *chooses = data(input(&now, 2 * n + 1, 1, "chooses must be one bool"));
-    void *offsets = data(input(&now, 2 * n + 2, of->offsets_bytes, OFFSETS_SIZE));
+    void *offsets = data(input(&now, 2 * n + 1, of->offsets_bytes, OFFSETS_SIZE));
     void *values = output(&now, n, of->n_values);
-    void *chosen = output(&now, n + 1, chooses && *chooses ? of->offsets_bytes : 0);
-    if (chooses && !*chooses) chosen = NULL;
     int64_t bad = 0;
     for (int i = 0; i < n && !failed(&now); i++)
         for (int64_t lane = 0; lane < tensors[i].k && !failed(&now);) {
@@ -225,10 +220,10 @@ static void take_and_accumulate(void *kernel, TF_OpKernelContext *context) {
             int64_t start = (char *)piece.residue - (char *)tensors[i].residue;
             memcpy(piece.residue, (const char *)old[i] + start, piece.numel * residue_size(&piece));
             bad += checked(&now, scalecom_take_and_accumulate(&piece, 1, now.beta, now.scale,
-                                                              now.extra, offsets, values, chosen));
+                                                              now.extra, offsets, values, NULL));
             lane += piece.k;
         }
-    scalar(&now, n + 2, bad);
+    scalar(&now, n + 1, bad);
     free(tensors);
     free(old);
     end(&now);
@@ -271,8 +266,8 @@ static const operation OPERATIONS[] = {
      {"grads: N * T", "residues: N * R", "settings: double", "chooses: bool"},
      {"chosen: uint8"}, choose, NULL},
     {"ScalecomTakeAndAccumulate",
-     {"grads: N * T", "residues: N * R", "settings: double", "chooses: bool", "offsets: uint8"},
-     {"updated: N * R", "values: W", "chosen: uint8", "bad: int64"}, take_and_accumulate,
+     {"grads: N * T", "residues: N * R", "settings: double", "offsets: uint8"},
+     {"updated: N * R", "values: W", "bad: int64"}, take_and_accumulate,
      "W: {float, double, int8}"},
     {"ScalecomScatter",
      {"grads: N * T", "settings: double", "offsets: uint8", "values: W"},

@@ -20,7 +20,7 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.integers import field_bits, words_of
 from scalecom_hvd.schedule import leader
 from scalecom_hvd.tensorflow import kernels
-from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress
+from scalecom_hvd.tensorflow.residues import CompressedTensor
 from scalecom_hvd.tensorflow.transport import Transport
 
 
@@ -46,9 +46,7 @@ class BucketResult(NamedTuple):
 
     averages: list[tf.Tensor]  # of the bucket's gradients
     sound: tf.Tensor  # whether the averages count
-    # What residues, and look-ahead's offsets and scales, become if the step counts.
-    updated: list[tf.Tensor]
-    chosen: list[tf.Tensor]
+    updated: list[tf.Tensor]  # what residues become if the step counts
 
 
 @dataclass(eq=False)
@@ -68,7 +66,6 @@ class Bucket:
     names: list[str]  # of all its variables
     variables: InitVar[Mapping[str, tf.Variable]]
     tensors: InitVar[Mapping[str, CompressedTensor]]
-    progress: Progress
     transport: Transport
     config: ScaleComConfig
 
@@ -115,29 +112,16 @@ class Bucket:
         # No count is needed: if a worker's gradient is not finite, the average is not either.
         averages = [tf.cast(average, self._dtype) for average in averages]
         residues = [tensor.residue.read_value() for tensor in self.compressed]
-        chosen = []
-        if self.config.lookahead and self.compressed:
-            # For the next step's leader, the gradient just sent is the best guess.
-            own = [grads[tensor.name] for tensor in self.compressed]
-            offered = self._kernel.choose(own, residues, now.scale, self._chooses(now, 1))
-            chosen = self._split_choice(self._from_leader(offered))
-        return BucketResult(averages, all_finite(averages), residues, chosen)
+        return BucketResult(averages, all_finite(averages), residues)
 
     def _average_values(self, grads: Mapping[str, tf.Tensor], now: Now) -> BucketResult:
         own = [grads[tensor.name] for tensor in self.compressed]
-        updated, chosen, parts, bad = [], [], [], tf.constant(0, tf.int64)
+        updated, parts, bad = [], [], tf.constant(0, tf.int64)
         if self.compressed:
             residues = [tensor.residue.read_value() for tensor in self.compressed]
-            chooses = tf.constant(False)
-            if self.config.lookahead:
-                choice, chooses = self._held_choice(), self._chooses(now, 1)
-            else:
-                offered = self._kernel.choose(own, residues, now.scale, self._chooses(now, 0))
-                choice = self._from_leader(offered)
-            after = self._kernel.take_and_accumulate(own, residues, now.scale, chooses, choice)
-            updated, values, offered, bad = list(after[0]), *after[1:]
-            if self.config.lookahead:
-                chosen = self._split_choice(self._from_leader(offered))
+            choice = self._choice(own, residues, now)
+            after = self._kernel.take_and_accumulate(own, residues, now.scale, choice)
+            updated, values, bad = list(after[0]), *after[1:]
             parts.append(tf.ensure_shape(values, [self.layout.n_values]))
         if self._dense:
             dense = tf.concat([tf.cast(grads[name], self._wire_dtype) for name in self._dense], 0)
@@ -165,7 +149,7 @@ class Bucket:
         # The range of float16 is narrower than that of the dtype that was averaged.
         halves = averages.values() if self._dtype == tf.float16 else ()
         sound = all_finite([values, *dense, *halves]) & tf.equal(count[0], 0)
-        return BucketResult([averages[name] for name in self.names], sound, updated, chosen)
+        return BucketResult([averages[name] for name in self.names], sound, updated)
 
     def _average_integers(
         self, integers: tf.Tensor, is_bad: tf.Tensor, choice: tf.Tensor, now: Now
@@ -182,45 +166,22 @@ class Bucket:
             scaled.append(kernels.times_scales(part, scales))
         return self.transport.share_of(tf.concat(scaled, 0), now.size), summed[-1:]
 
-    def _chooses(self, now: Now, later: int) -> tf.Tensor:
-        """Whether this rank is the leader `later` steps from now."""
+    def _choice(
+        self, grads: Sequence[tf.Tensor], residues: Sequence[tf.Tensor], now: Now
+    ) -> tf.Tensor:
+        """What this step's leader chooses: bytes, in the layout's order."""
         staggered = self.config.leader == "staggered"
-        chooser = leader(now.step + later, self.number, tf.cast(now.size, tf.int64), staggered)
-        return tf.equal(chooser, tf.cast(now.position, tf.int64))
-
-    def _from_leader(self, offered: tf.Tensor) -> tf.Tensor:
+        chooser = leader(now.step, self.number, tf.cast(now.size, tf.int64), staggered)
+        chooses = tf.equal(chooser, tf.cast(now.position, tf.int64))
+        offered = self._kernel.choose(grads, residues, now.scale, chooses)
         message = pack_choice(offered, self.layout)
         received = self.transport.from_leader(message, f"offsets.{self.number}")
         return unpack_choice(received, self.layout)
 
-    def _held_choice(self) -> tf.Tensor:
-        """The choice that came during the last step, in the layout's order."""
-        offsets, scales, at = self.progress.offsets, self.progress.scales, self.layout.offsets
-        held = [scales[own.name].read_value() for own in self.compressed if self._levels]
-        in_layout = sorted(at, key=lambda name: at[name].start)
-        rows = [offsets[name].read_value() for name in in_layout]
-        return tf.concat([*map(kernels.as_bytes, held), *rows], 0)
-
-    def _split_choice(self, choice: tf.Tensor) -> list[tf.Tensor]:
-        """Each compressed tensor's offsets, in bytes, and then each one's scales."""
-
-        def parts(places: Mapping[str, slice]) -> list[tf.Tensor]:
-            own = [places[tensor.name] for tensor in self.compressed]
-            return [tf.ensure_shape(choice[at], [at.stop - at.start]) for at in own]
-
-        scales = parts(self.layout.scales) if self._levels else []
-        return [*parts(self.layout.offsets), *map(kernels.scales_of, scales)]
-
     def commit(self, result: BucketResult) -> None:
-        """Make the step count: residues and the choice become what `average` gave."""
-        held = [tensor.residue for tensor in self.compressed]
-        if result.chosen:
-            held += [self.progress.offsets[tensor.name] for tensor in self.compressed]
-            if self._levels:
-                held += [self.progress.scales[tensor.name] for tensor in self.compressed]
-        new = [*result.updated, *result.chosen]
-        for variable, value in zip(held, new, strict=True):
-            variable.assign(value)
+        """Make the step count: residues become what `average` gave."""
+        for tensor, updated in zip(self.compressed, result.updated, strict=True):
+            tensor.residue.assign(updated)
 
 
 def all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -23,7 +23,13 @@ from horovod.tensorflow.compression import Compressor
 from scalecom_hvd.agreement import is_elastic
 from scalecom_hvd.bucket_layout import step_stats
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.saved_state import STATE_VERSION, check_finite, check_residues, check_state
+from scalecom_hvd.saved_state import (
+    STATE_VERSION,
+    check_finite,
+    check_residues,
+    check_state,
+    norms_of,
+)
 from scalecom_hvd.tensorflow.exchange import Exchange, have_met, meet, take_agreement
 from scalecom_hvd.tensorflow.residues import (
     CompressedTensor,
@@ -107,7 +113,9 @@ class _Settings(tf.train.experimental.PythonState):
 
     def check(self, state: Mapping[str, Any], has_residues: bool) -> None:
         """Check a saved state. If it has residues, it settles what is still open."""
-        saved = state.get("config", {})
+        # Earlier releases had look-ahead. Its residues mean the same.
+        saved = {**state.get("config", {}), "lookahead": False}
+        state = {**state, "config": saved}
         if not has_residues:  # perhaps saved when nothing said yet what beta is
             state = {**state, "config": {**saved, "beta": self.config.beta}}
             check_state(state, self.config, SETTINGS)
@@ -189,6 +197,8 @@ class ScaleCom(Tracked, Compressor):
                 "because a graph has one rate: give a number above 1, with warmup_steps for a "
                 "warm-up that is sent whole"
             )
+        if self.config.lookahead:
+            raise ValueError("lookahead=True works only in PyTorch: leave it out")
         self.knows_loss_scale = loss_scale is not None
         self.current_loss_scale = scale_reader(loss_scale)
         self._bound = _Bound()
@@ -312,17 +322,12 @@ class ScaleCom(Tracked, Compressor):
         mine = {name: tensors[key] for name, key in keys.items()}
         label = _label(stream, list(variables))
         if label not in kept.progress:
-            kept.progress[label] = self._make_progress(stream, label, variables, mine.values())
+            kept.progress[label] = self._make_progress(stream, label, variables)
         progress = kept.progress[label]
         return Exchange(variables, mine, rates, progress, self.config, arguments, sparse)
 
-    def _make_progress(
-        self, stream: int, label: str, names: Iterable[str], tensors: Iterable[CompressedTensor]
-    ) -> Progress:
+    def _make_progress(self, stream: int, label: str, names: Iterable[str]) -> Progress:
         progress = Progress(label)
-        if self.config.lookahead:
-            for tensor in tensors:
-                progress.hold_choice(tensor)
         self._take_up_progress(progress)
         # If variables were frozen or thawed, this is a new exchange of the same training.
         related = [
@@ -437,14 +442,14 @@ class ScaleCom(Tracked, Compressor):
         known = {name: tensor.shape for name, tensor in self._bound.tensors.items()}
         if saved and known:  # without residues, it was saved before the first step
             check_residues({name: np.shape(residue) for name, residue in saved.items()}, known)
-        held = [progress for kept in self._streams for progress in kept.progress.values()]
-        for progress in held:
-            progress.check(state.get("exchanges", {}).get(progress.label, {}))
+        for exchange in state.get("exchanges", {}).values():
+            norms_of(exchange)
         self._bound.loaded = dict(state) | {"residues": saved}
         self._settings.note_place(state)
         self._take_up_residues(self._bound.tensors)
-        for progress in held:
-            self._take_up_progress(progress)
+        for kept in self._streams:
+            for progress in kept.progress.values():
+                self._take_up_progress(progress)
         if known:
             self._bound.loaded = None
 
@@ -465,7 +470,7 @@ class ScaleCom(Tracked, Compressor):
             set_value(tensor.recent, [*norms.get(name, (0, 0)), 0])
 
     def _take_up_progress(self, progress: Progress) -> None:
-        """Give an exchange the step, and look-ahead's offsets, that were loaded for it."""
+        """Give an exchange the step that was loaded for it."""
         loaded = self._bound.loaded
         if loaded is not None:
             saved = loaded.get("exchanges", {})

@@ -2,13 +2,10 @@
 
 One step, per bucket:
 
-    cyclic      all gradients are here -> the leader chooses -> offsets and scales
-                -> take and accumulate -> all-reduce -> scatter
-    look-ahead  all gradients are here -> take at the offsets that came during the last step, and
-                accumulate, in which the next leader chooses
-                -> all-reduce -> scatter, and at the same time the next offsets
-    commit      all buckets are here -> if all ranks' gradients were finite, variables take the
-                updated residues
+    average  all gradients are here -> the leader chooses -> offsets and scales
+             -> take and accumulate -> all-reduce -> scatter
+    commit   all buckets are here -> if all ranks' gradients were finite, variables take the
+             updated residues
 
 TensorFlow runs these operations as soon as their inputs are there, so buckets overlap with backward
 and with each other. Nothing is assigned before the whole step is known to count, so a step that is
@@ -121,7 +118,6 @@ class Exchange:
             "present": list(present),
             "name": self._names.numbers.claim(),
             "step": int(value_of(self.progress.step)),
-            "ahead": bool(value_of(self.progress.ahead)),
             "residues_of": residues_of,
         }
         everyone = self._transport.gather_objects(mine, "agreement")
@@ -131,8 +127,6 @@ class Exchange:
         check_run(self.config, self.rates, shapes)
         self._make_buckets({name for theirs in everyone for name in theirs["present"]})
         set_value(self.progress.step, step)
-        if not all(theirs["ahead"] for theirs in everyone):
-            set_value(self.progress.ahead, False)
         before, size = int(value_of(self.progress.ranks)), self.arguments.process_set.size()
         if before not in (0, size):
             log.warning(_OTHER_RANKS, before, size)
@@ -151,18 +145,11 @@ class Exchange:
     # In elastic runs, new ranks join later.
 
     def agreement(self) -> dict[str, Any]:
-        """What ranks that join later must know. "ahead" is a digest of look-ahead's choice."""
-        progress = self.progress.as_dict()
-        ahead = {
-            f"{what} {name}": own
-            for what in ("offsets", "scales")
-            for name, own in progress[what].items()
-        }
+        """What ranks that join later must know."""
         return self._description | {
             "members": sorted(self.members),
             "name": self._names.number,
-            "step": progress["step"],
-            "ahead": agreement.digest_of(ahead),
+            "step": int(value_of(self.progress.step)),
         }
 
     def join(self, agreed: Mapping[str, Any], given: set[str]) -> None:
@@ -184,17 +171,15 @@ class Exchange:
                 "functions are not traced again. Give the same gradients on every rank (zeros for "
                 "a missing gradient)"
             )
-        self.go_on(agreed["step"], False)
+        self.go_on(agreed["step"])
 
-    def go_on(self, step: int, ahead: bool) -> None:
-        """Go on at this step, as all ranks do; without look-ahead's offsets unless `ahead`."""
+    def go_on(self, step: int) -> None:
+        """Go on at this step, as all ranks do."""
         mine = int(value_of(self.progress.step))
         if mine != step:
             log.warning(_OTHER_STEP, step, mine)
         set_value(self.progress.step, step)
         set_value(self.progress.ranks, self.arguments.process_set.size())
-        if not ahead:
-            set_value(self.progress.ahead, False)
 
     def _make_buckets(self, members: set[str]) -> None:
         self.members = members
@@ -203,7 +188,7 @@ class Exchange:
             # Backward gives the last layers' gradients first.
             groups, limit = [list(reversed(self.variables))], self.config.bucket_bytes
         bytes_of = {name: math.prod(v.shape) * v.dtype.size for name, v in self.variables.items()}
-        rest = self.variables, self.tensors, self.progress, self._transport, self.config
+        rest = self.variables, self.tensors, self._transport, self.config
         self.buckets = []
         for group in groups:
             own = [name for name in group if name in members]
@@ -249,8 +234,6 @@ class Exchange:
         size, position = self._transport.size_and_position()
         unscaling = None if scale is None else 1 / tf.cast(scale, tf.float64)
         whole = step < self.config.warmup_steps if self.config.warmup_steps else False
-        if self.config.lookahead and self.tensors:
-            whole = ~self.progress.ahead.read_value() | whole
         now = Now(step, size, position, unscaling, whole)
         results = [bucket.average(flat, now) for bucket in self.buckets]
         sound = tf.reduce_all([others_are_finite, *(result.sound for result in results)])
@@ -265,8 +248,6 @@ class Exchange:
             for bucket, result in zip(self.buckets, results, strict=True):
                 bucket.commit(result)
             self.progress.step.assign(step + 1)
-            if self.config.lookahead:
-                self.progress.ahead.assign(True)
             self.progress.whole.assign(now.whole)
             tensors = [tensor for bucket in self.buckets for tensor in bucket.compressed]
             if tensors:
@@ -331,8 +312,7 @@ class Exchange:
     def stats(self) -> dict[str, int | float | None]:
         """Numbers of the last step taken; see ScaleCom.stats."""
         whole, step = bool(value_of(self.progress.whole)), int(value_of(self.progress.step))
-        compressing = [bucket for bucket in self.buckets if bucket.compressed]
-        with_offsets = compressing if self.config.lookahead or not whole else []
+        with_offsets = [] if whole else [bucket for bucket in self.buckets if bucket.compressed]
         size, staggered = self.arguments.process_set.size(), self.config.leader == "staggered"
         sent = [bucket.bytes_sent(size, whole) for bucket in self.buckets]
         last = step_stats(
@@ -389,9 +369,7 @@ def meet(exchanges: Iterable[Exchange]) -> None:
     for theirs in reversed(everyone):  # the first rank's agreement counts, as its weights do
         agreed |= theirs
     for label, exchange in mine.items():
-        ahead = agreed[label]["ahead"]
-        alike = all(theirs.get(label, {}).get("ahead") == ahead for theirs in everyone)
-        exchange.go_on(agreed.pop(label)["step"], alike)
+        exchange.go_on(agreed.pop(label)["step"])
     _kept = agreed
 
 

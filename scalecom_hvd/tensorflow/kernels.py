@@ -53,9 +53,7 @@ class GraphKernel(_Kernel):
     Args and results that several moves share:
         grads, residues, updated: (N,) each, in the order of the geometries.
         scale: 1 / loss scale, a scalar; None for 1.
-        chooses: whether this rank chooses; a bool scalar.
-        choice, chosen: bytes, laid out by bucket_layout.Layout. They include the scales of
-            integers. Empty, (0,), if a rank does not choose.
+        choice: bytes, laid out by bucket_layout.Layout. They include the scales of integers.
         values: (k,), those of all tensors together, in the residues' dtype, or int8 for integers.
         bad: how many elements or values are bad; an int64 scalar.
     """
@@ -63,21 +61,36 @@ class GraphKernel(_Kernel):
     def choose(
         self, grads: Tensors, residues: Tensors, scale: Scale, chooses: tf.Tensor
     ) -> tf.Tensor:
-        """The offsets of the winners of |m + g|, and the scales of what they would send."""
+        """The scales of what the winners of |m + g| would send, and then their offsets.
+
+        Args:
+            chooses: whether this rank chooses, a bool scalar. If not, the choice is empty, (0,).
+        """
         usable = [_usable(g, m.dtype, scale)[0] for g, m in zip(grads, residues, strict=True)]
-        return self._chosen(chooses, residues, usable)
+
+        def choice() -> tf.Tensor:
+            winners, scales = {}, []
+            named = self.geometries.items()
+            for g, m, (name, own) in zip(usable, residues, named, strict=True):
+                winners[name] = _winners(tf.abs(m + g), own)
+                if self.levels:
+                    index = _indices(own, winners[name])
+                    sendable = _sendable(tf.gather(m, index), tf.gather(g, index), self.extra)
+                    scales.append(as_bytes(_scales(sendable, own.k, self.levels)))
+            # In the buffer, offsets lie in the layout's order, not in the tensors' order.
+            return tf.concat([*scales, *(winners[name] for name in self._layout.offsets)], 0)
+
+        return tf.cond(chooses, choice, lambda: tf.zeros([0], tf.uint8))
 
     def take_and_accumulate(
-        self, grads: Tensors, residues: Tensors, scale: Scale, chooses: tf.Tensor, choice: tf.Tensor
-    ) -> tuple[Tensors, tf.Tensor, tf.Tensor, tf.Tensor]:
+        self, grads: Tensors, residues: Tensors, scale: Scale, choice: tf.Tensor
+    ) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
         """(1) v = m[I] + g[I], and m[I] - beta*v; then (2) m + beta*g.
 
-        If this rank chooses, it then does what `choose` does.
-
         Returns:
-            updated, values, chosen, bad.
+            updated, values, bad.
         """
-        updated, values, gradients, bad = [], [], [], []
+        updated, values, bad = [], [], []
         places = zip(self._indices(choice), self._layout.scales.values(), strict=True)
         for grad, m, (index, at) in zip(grads, residues, places, strict=True):
             g, n_bad = _usable(grad, m.dtype, scale)
@@ -92,10 +105,8 @@ class GraphKernel(_Kernel):
             m = tf.tensor_scatter_nd_sub(m, index[:, None], beta * sent)
             updated.append(m + beta * g)
             values.append(value)
-            gradients.append(g)
             bad += [n_bad, tf.math.count_nonzero(~finite)]
-        chosen = self._chosen(chooses, updated, gradients)
-        return updated, tf.concat(values, 0), chosen, tf.add_n(bad)
+        return updated, tf.concat(values, 0), tf.add_n(bad)
 
     def scatter(
         self, grads: Tensors, scale: Scale, choice: tf.Tensor, values: tf.Tensor
@@ -112,23 +123,6 @@ class GraphKernel(_Kernel):
             value = tf.cast(value, grad.dtype)
             outputs.append(tf.scatter_nd(index[:, None], value, [own.numel]))
         return outputs
-
-    def _chosen(self, chooses: tf.Tensor, residues: Tensors, gradients: Tensors) -> tf.Tensor:
-        """The scales of integers, then the offsets of the winners of |m + g|; or nothing."""
-
-        def choose() -> tf.Tensor:
-            winners, scales = {}, []
-            named = self.geometries.items()
-            for m, g, (name, own) in zip(residues, gradients, named, strict=True):
-                winners[name] = _winners(tf.abs(m + g), own)
-                if self.levels:
-                    index = _indices(own, winners[name])
-                    sendable = _sendable(tf.gather(m, index), tf.gather(g, index), self.extra)
-                    scales.append(as_bytes(_scales(sendable, own.k, self.levels)))
-            # In the buffer, offsets lie in the layout's order, not in the tensors' order.
-            return tf.concat([*scales, *(winners[name] for name in self._layout.offsets)], 0)
-
-        return tf.cond(chooses, choose, lambda: tf.zeros([0], tf.uint8))
 
     def _indices(self, offsets: tf.Tensor) -> list[tf.Tensor]:
         at = self._layout.offsets
@@ -162,11 +156,11 @@ class NativeKernel(_Kernel):
         )
 
     def take_and_accumulate(
-        self, grads: Tensors, residues: Tensors, scale: Scale, chooses: tf.Tensor, choice: tf.Tensor
-    ) -> tuple[Tensors, tf.Tensor, tf.Tensor, tf.Tensor]:
+        self, grads: Tensors, residues: Tensors, scale: Scale, choice: tf.Tensor
+    ) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
         dtype = tf.int8 if self.levels else residues[0].dtype
         return self._operations.scalecom_take_and_accumulate(
-            grads, residues, self._settings(scale), chooses, choice, lanes=self._lanes, W=dtype
+            grads, residues, self._settings(scale), choice, lanes=self._lanes, W=dtype
         )
 
     def scatter(

@@ -17,10 +17,9 @@ import tensorflow as tf
 from numpy.typing import ArrayLike
 
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.integers import blocks_of
-from scalecom_hvd.lanes import Lanes, geometry
+from scalecom_hvd.lanes import geometry
 from scalecom_hvd.recent_norms import KEPT, LEAST, SMALLEST
-from scalecom_hvd.saved_state import check_offsets, check_scales, norms_of
+from scalecom_hvd.saved_state import norms_of
 
 _EXPONENT = 0x7FF << 52
 """The bits of a float64's exponent. They alone are the largest power of two that is not larger."""
@@ -110,12 +109,9 @@ class Progress(Tracked):
     Attributes:
         step, skipped: how many steps counted, and how many did not (a gradient was not finite).
         ranks: how many ranks there were.
-        ahead: whether look-ahead has offsets for the next step.
         whole: whether the last step was sent whole.
         norms: (2, 3), the last three norms of residues, and of gradients.
         warned: whether the user has been warned about growing residues.
-        offsets: with look-ahead, {name: bytes} of the next step's choices.
-        scales: {name: scales (blocks,)} that come with the offsets if values are integers.
     """
 
     def __init__(self, label: str) -> None:
@@ -125,58 +121,19 @@ class Progress(Tracked):
             make_variable((), tf.int64, f"scalecom/{label}/{what}")
             for what in ("step", "skipped", "ranks")
         )
-        self.ahead, self.whole, self.warned = (
-            make_variable((), tf.bool, f"scalecom/{label}/{what}")
-            for what in ("ahead", "whole", "warned")
+        self.whole, self.warned = (
+            make_variable((), tf.bool, f"scalecom/{label}/{what}") for what in ("whole", "warned")
         )
         self.norms = make_variable((2, 3), tf.float64, f"scalecom/{label}/norms")
-        self.offsets: dict[str, tf.Variable] = {}
-        self.scales: dict[str, tf.Variable] = {}
-        self._lanes: dict[str, Lanes] = {}
-
-    def hold_choice(self, tensor: CompressedTensor) -> None:
-        """Make room for a tensor's next offsets and, for integers, its next scales."""
-        lanes, device = tensor.lanes, tensor.residue.device
-        self._lanes[tensor.name] = lanes
-        of, size = f"scalecom/{tensor.name}", lanes.k * lanes.offset_width
-        self.offsets[tensor.name] = make_variable((size,), tf.uint8, f"{of}/offsets", device)
-        if tensor.wire_dtype == tf.int8:
-            blocks = blocks_of(lanes.k)
-            self.scales[tensor.name] = make_variable((blocks,), tf.float32, f"{of}/scales", device)
 
     def as_dict(self) -> dict[str, Any]:
-        """What `take_up` reads: plain numbers and arrays."""
-        ahead = bool(value_of(self.ahead))
-        choice = {
-            what: {name: value_of(variable) for name, variable in held.items() if ahead}
-            for what, held in (("offsets", self.offsets), ("scales", self.scales))
-        }
+        """What `take_up` reads: plain numbers and an array."""
         step, ranks = int(value_of(self.step)), int(value_of(self.ranks))
-        return {"step": step, "ranks": ranks, **choice, "norms": value_of(self.norms)}
-
-    def check(self, saved: Mapping[str, Any]) -> None:
-        """Raise ValueError for offsets, scales and norms that `take_up` cannot use."""
-        norms_of(saved)
-        offsets, scales = (
-            {name: np.asarray(own) for name, own in saved.get(what, {}).items() if name in held}
-            for what, held in (("offsets", self.offsets), ("scales", self.scales))
-        )
-        check_offsets(offsets, self._lanes)
-        check_scales(scales, {name: blocks_of(own.k) for name, own in self._lanes.items()})
+        return {"step": step, "ranks": ranks, "norms": value_of(self.norms)}
 
     def take_up(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `as_dict` gave. Choices count only if every tensor has one.
-
-        Raises:
-            ValueError: `saved` is damaged, or belongs to another model.
-        """
-        self.check(saved)
-        offsets, scales = saved.get("offsets", {}), saved.get("scales", {})
-        complete = offsets.keys() >= self.offsets.keys() and scales.keys() >= self.scales.keys()
+        """Go on from what `as_dict` gave. Raises ValueError if its norms are damaged."""
+        norms = norms_of(saved)
         set_value(self.step, saved["step"])
         set_value(self.ranks, saved.get("ranks", 0))
-        set_value(self.norms, norms_of(saved))
-        set_value(self.ahead, bool(offsets) and complete)
-        for held, given in ((self.offsets, offsets), (self.scales, scales)):
-            for name in held.keys() & given.keys():
-                set_value(held[name], given[name])
+        set_value(self.norms, norms)

@@ -25,8 +25,7 @@ METHODS = {
     "dense": {},
     "ScaleCom cyclic": {"leader": "cyclic"},
     "ScaleCom staggered": {"leader": "staggered"},
-    "ScaleCom look-ahead": {"leader": "staggered", "lookahead": True},
-    "the same, plain operations": {"leader": "staggered", "lookahead": True},
+    "the same, plain operations": {"leader": "staggered"},
 }
 SETTLING_STEPS = 5
 

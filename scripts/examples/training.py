@@ -67,7 +67,7 @@ def add_training_options(parser: argparse.ArgumentParser, lr: float, **defaults:
     add("--beta", type=float, help="ScaleCom: of the residues' filter; 1: error feedback")
     add("--dense", metavar="GLOBS", help="ScaleCom: sent whole, as 'head*,*.bias', or 'none'")
     add("--leader", choices=("cyclic", "staggered"), help="ScaleCom: one, or one for each bucket")
-    ahead = "ScaleCom: the leader chooses one step ahead"
+    ahead = "ScaleCom in PyTorch: the leader chooses one step ahead"
     add("--lookahead", action="store_true", default=None, help=ahead)
 
     add = parser.add_argument_group("output").add_argument

@@ -22,7 +22,7 @@ BOUND = 9
 
 @pytest.mark.nightly
 def test_stopped_and_resumed_is_as_never_stopped_under_either_launcher(launched, tmp_path):
-    options = "--steps 20 --batch-size 8 --rate 20 --lookahead --leader staggered"
+    options = "--steps 20 --batch-size 8 --rate 20 --leader staggered"
     often = "--no-progress --evaluate-every 20 --checkpoint-every 8 --checkpoint-dir"
     program = [SCRIPT, *options.split(), *often.split()]
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"

@@ -37,8 +37,8 @@ def batches():
 
 MODES = [
     {"bits": 3, "rate": 16, "warmup_steps": 2},
-    {"lookahead": True},
-    {"lookahead": True, "beta": 0.3, "leader": "staggered", "bucket_bytes": 10_000},
+    {},
+    {"beta": 0.3, "leader": "staggered", "bucket_bytes": 10_000},
 ]
 
 

@@ -21,12 +21,10 @@ SHAPES = {"a": (300,), "b": (20, 15), "c": (7,), "d": (150,)}
 TABLE = (30, 10)
 MODES = (
     {},
-    {"lookahead": True},
     {"leader": "staggered", "bucket_bytes": 700},
-    {"lookahead": True, "warmup_steps": 2},
     {"warmup_steps": 1},
     {"bits": 3, "warmup_steps": 2},
-    {"bits": 2, "lookahead": True},
+    {"bits": 2},
 )
 RATE_OF_LEARNING = 0.1
 LossScaleOptimizer = tf.keras.mixed_precision.LossScaleOptimizer

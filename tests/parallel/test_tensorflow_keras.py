@@ -98,7 +98,7 @@ def test_a_training_step_of_the_user_s_own_with_a_tape():
         (
             {"gradient_predivide_factor": 2.0, "groups": 2},
             {"steps_per_execution": 4},
-            {"lookahead": True},
+            {},
         ),
         pytest.param(
             {"backward_passes_per_step": 3}, {"run_eagerly": True}, {}, marks=pytest.mark.long
@@ -111,7 +111,7 @@ def test_a_training_step_of_the_user_s_own_with_a_tape():
         (
             {"a smaller last batch on one rank": True, "op": scalecom_hvd.tensorflow.Sum},
             {},
-            {"lookahead": True},
+            {},
         ),
         # Horovod itself ignores op and groups there.
         pytest.param(
@@ -195,7 +195,7 @@ def test_residues_are_no_part_of_model_or_optimizer(trained, tmp_path):
 def test_several_models_and_optimizers_in_one_process():
     shared, models = scalecom(), [net(prefix="one_"), net(prefix="two_"), net()]
     kinds = ["SGD", "legacy Adam", "Adam"]
-    compressions = [shared, shared, scalecom(rate=50, lookahead=True)]
+    compressions = [shared, shared, scalecom(rate=50)]
     for model, kind, compression in zip(models, kinds, compressions, strict=True):
         fit(model, hvd.DistributedOptimizer(OPTIMIZERS[kind](), compression=compression))
     for model in models:

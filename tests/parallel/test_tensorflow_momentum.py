@@ -137,7 +137,7 @@ OPTIMIZERS = [
     (NEW, "SGD", NESTEROV, {"warmup_steps": 3}, call, EAGER),
     (NEW, "Adam", {"clipnorm": 0.5}, {}, fit, TRACED),
     (NEW, "Lion", {}, {}, fit, EAGER),
-    (LEGACY, "SGD", SLOWER, {"lookahead": True}, call, TRACED),
+    (LEGACY, "SGD", SLOWER, {}, call, TRACED),
     (LEGACY, "Adam", {"clipnorm": 0.5}, {"nu": 0.3}, call, TRACED),
 ]
 MORE = [

@@ -227,7 +227,7 @@ def test_a_loss_scale_that_a_traced_function_would_keep_for_ever():
 
 @pytest.mark.parametrize(
     ("kernel", "settings"),
-    [("tensorflow", {"rate": 20}), ("native", {"rate": 16, "lookahead": True})],
+    [("tensorflow", {"rate": 20}), ("native", {"rate": 16})],
     ids=str,
 )
 def test_ranks_at_different_steps(kernel, settings, monkeypatch):

@@ -82,12 +82,13 @@ class Operations:
         (chosen,) = self._operate("Choose", [*inputs, np.array([True])], ["uint8"])
         return chosen
 
-    def take_and_accumulate(self, chooses):
+    def take_and_accumulate(self, chooses=False):
+        assert not chooses
         case = self.case
-        inputs = [*self.residues, self.settings, np.array([chooses]), case.offsets]
-        outputs = [*[case.kind.name] * len(self.grads), case.wire_dtype.name, "uint8", "int64"]
-        *residues, values, chosen, bad = self._operate("TakeAndAccumulate", inputs, outputs)
-        return Taken(residues, values, chosen, int(bad[0]))
+        inputs = [*self.residues, self.settings, case.offsets]
+        outputs = [*[case.kind.name] * len(self.grads), case.wire_dtype.name, "int64"]
+        *residues, values, bad = self._operate("TakeAndAccumulate", inputs, outputs)
+        return Taken(residues, values, np.zeros(0, np.uint8), int(bad[0]))
 
     def scatter(self, values, in_place=False):
         inputs = [self.settings, self.case.offsets, values]

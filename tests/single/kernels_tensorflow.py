@@ -47,17 +47,18 @@ class Adapter:
         assert not nothing.size
         return chosen
 
-    def take_and_accumulate(self, chooses):
+    def take_and_accumulate(self, chooses=False):
+        assert not chooses
         inputs = self.grads, self.residues, self.scale
 
         def move():
             # TensorFlow optimizes most where a graph has everything: also the scales of integers.
             own = self.traced and self.case.levels
             offsets = self.made.choose(*inputs, tf.constant(True)) if own else self.offsets
-            return self.made.take_and_accumulate(*inputs, tf.constant(chooses), offsets)
+            return self.made.take_and_accumulate(*inputs, offsets)
 
-        residues, values, chosen, bad = self._make(move)
-        return Taken(residues, values, chosen, int(bad))
+        residues, values, bad = self._make(move)
+        return Taken(residues, values, np.zeros(0, np.uint8), int(bad))
 
     def scatter(self, values, in_place=False):
         values = there(values)

@@ -37,7 +37,9 @@ class Adapter:
 
     kernel: type
     device = "cpu"
-    has: frozenset = frozenset({"mixed dtypes", "no elements", "denormal numbers", "roll-back"})
+    has: frozenset = frozenset(
+        {"mixed dtypes", "no elements", "denormal numbers", "roll-back", "look-ahead"}
+    )
     refusal: type[Exception] = RuntimeError
 
     def __init__(self, case: Case):

@@ -11,7 +11,7 @@ import tensorflow as tf
 import scalecom_hvd.tensorflow as hvd
 import scalecom_hvd.tensorflow.keras as hvd_keras
 from scalecom_hvd.recent_norms import RecentNorms
-from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, shares_of
+from scalecom_hvd.tensorflow.residues import Progress, shares_of
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,7 @@ def test_settings_of_the_object(monkeypatch):
         ({"rate": 0.5}, ValueError, "at least 1"),
         ({"beta": 0}, ValueError, "beta must be in"),
         ({"rate": {0: 4, 3: 8}}, ValueError, "works only in PyTorch, because a graph has one rate"),
+        ({"lookahead": True}, ValueError, "lookahead=True works only in PyTorch: leave it out"),
         ({"ratte": 5}, ValueError, "no setting ratte; did you mean rate"),
         ({"named_parameters": []}, ValueError, "there is no setting named_parameters"),
         ({"loss_scale": 1024}, TypeError, "must be a LossScaleOptimizer or a callable"),
@@ -117,52 +118,21 @@ def test_state_that_is_not_finite_is_refused_and_changes_nothing(value):
     np.testing.assert_array_equal(compression.state_dict()["residues"]["kernel"], 1)
 
 
-@pytest.mark.parametrize(
-    ("selection", "place", "value"),
-    [("lanes", 64, 1), ("lanes", 3, 100), ("exact", 3, 2), ("exact", 64, 6401)],
-)
-def test_offsets_that_are_damaged_are_refused_and_change_nothing(selection, place, value):
-    compression = hvd.ScaleCom(rate=100, bits=32, lookahead=True, selection=selection)
-    tensor = CompressedTensor("kernel", tf.Variable(tf.zeros(6401)), 100, compression.config)
-    offsets = np.arange(65).astype(tensor.lanes.offset_dtype) * (selection == "exact")
+@pytest.mark.parametrize("norms", [np.ones((2, 2)), np.full((2, 3), np.nan)], ids=str)
+def test_norms_that_are_damaged_are_refused_and_change_nothing(norms):
+    compression = hvd.ScaleCom(rate=20)
     progress = compression._streams[0].progress["exchange"] = Progress("exchange")
-    progress.hold_choice(tensor)
 
-    def state(step):
-        exchanges = {"exchange": {"step": step, "offsets": {"kernel": offsets.view(np.uint8)}}}
+    def state(step, norms):
+        exchanges = {"exchange": {"step": step, "norms": norms}}
         return compression.state_dict() | {"step": step, "exchanges": exchanges}
 
-    compression.load_state_dict(state(5))
-    offsets = offsets.copy()
-    offsets[place] = value
-    says = "offsets of kernel are damaged.*Load the state of another step, or go on"
-    with pytest.raises(ValueError, match=says):
-        compression.load_state_dict(state(6))
-    with pytest.raises(ValueError, match=says):
-        progress.take_up(state(6)["exchanges"]["exchange"])
+    compression.load_state_dict(state(5, np.ones((2, 3))))
+    with pytest.raises(ValueError, match="the state is damaged: its norms are"):
+        compression.load_state_dict(state(6, norms))
+    with pytest.raises(ValueError, match="the state is damaged: its norms are"):
+        progress.take_up(state(6, norms)["exchanges"]["exchange"])
     assert progress.as_dict()["step"] == 5
-    assert progress.as_dict()["offsets"]["kernel"].view(tensor.lanes.offset_dtype)[place] != value
-
-
-@pytest.mark.parametrize("value", [[0.5, -1], [np.nan, 1], [1]], ids=str)
-def test_scales_that_are_damaged_are_refused_and_change_nothing(value):
-    compression = hvd.ScaleCom(rate=10, bits=3, lookahead=True)
-    tensor = CompressedTensor("kernel", tf.Variable(tf.zeros(6400)), 10, compression.config)
-    progress = compression._streams[0].progress["exchange"] = Progress("exchange")
-    progress.hold_choice(tensor)
-
-    def state(step, scales):
-        own = {"offsets": {"kernel": np.zeros(640, np.uint8)}, "scales": {"kernel": scales}}
-        return compression.state_dict() | {
-            "step": step,
-            "exchanges": {"exchange": {"step": step} | own},
-        }
-
-    compression.load_state_dict(state(5, np.array([1, 2], np.float32)))
-    with pytest.raises(ValueError, match="look-ahead's scales of kernel .* are damaged"):
-        compression.load_state_dict(state(6, np.array(value, np.float32)))
-    assert progress.as_dict()["step"] == 5
-    assert progress.as_dict()["scales"]["kernel"].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("face", [hvd, hvd_keras], ids=["tensorflow", "keras"])
