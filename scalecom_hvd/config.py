@@ -98,18 +98,15 @@ class ScaleComConfig:
     dense: Sequence[str] = ()
     """Globs on the names of parameters that are sent whole. They win over `rates`.
 
-    "auto:output" stands for the last layer, in the order of `named_parameters` (if there is only
-    one layer, for none). If the output layer shares its weight with the embedding, this weight is
-    not listed last: name it, `dense=["embedding.*"]`. With 32 bits the output layer matters most.
+    With 32 bits the output layer matters most: `dense=["fc.*"]`, if that is its name.
     """
 
     rates: Mapping[str, float] | None = None
     """Rates of some parameters, by globs on their names.
 
     An example is {"conv*": 25, "embed.*": 400}. The first match wins, and other parameters get
-    `rate`. With 1, a parameter is sent whole. "auto:output" is a name here too:
-    `rates={"auto:output": 4}`. `rates_from_flops(model, example_inputs, batch_size)` computes the
-    rates of the paper's guide, which is meant for 32 bits.
+    `rate`. With 1, a parameter is sent whole. `rates_from_flops(model,
+    example_inputs, batch_size)` computes the rates of the paper's guide, meant for 32 bits.
     """
 
     total_steps: int | None = None
@@ -290,18 +287,12 @@ class ScaleComConfig:
             )
 
     def _check_automatic(self) -> None:
-        for setting, globs in (("dense", self.dense), ("rates", self.rates or ())):
-            for glob in (glob for glob in globs if glob.startswith("auto:")):
-                if glob != "auto:output":
-                    raise ValueError(
-                        f"{setting} accepts 'auto:output', but not {glob!r}: name that layer's "
-                        "parameters, such as 'conv1.*'"
-                    )
-                if setting == "rates" and glob in self.dense:
-                    raise ValueError(
-                        f"rates and dense both have {glob!r}, but dense sends this layer "
-                        "uncompressed. Leave it out of dense (dense=[] names no layer)"
-                    )
+        for glob in (*self.dense, *(self.rates or ())):
+            if glob.startswith("auto:"):
+                raise ValueError(
+                    f"dense and rates no longer accept {glob!r}: name the output layer, or the "
+                    "layer that you mean, such as 'fc.*'"
+                )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ScaleComConfig) and self.to_dict() == other.to_dict()
@@ -392,7 +383,7 @@ class ScaleComConfig:
         """Settings of the environment, over those of `base`: SCALECOM_RATE, SCALECOM_BETA, ...
 
         There is one variable per field, with a value in YAML. Lists may also be written with
-        commas: SCALECOM_DENSE='auto:output,embed.*'.
+        commas: SCALECOM_DENSE='fc.*,embed.*'.
 
         Raises:
             TypeError: a variable's value has a type that cannot work.
@@ -453,7 +444,7 @@ class ScaleComConfig:
         """Every tensor's own rate: 1 if it is always sent whole, None if `rate` says it.
 
         Args:
-            shapes: {name: shape} of all tensors, in the order of the model's layers.
+            shapes: {name: shape} of all tensors.
 
         Raises:
             ValueError: a glob in `dense` or `rates` matches no name.
@@ -529,8 +520,6 @@ def _check_names(names: Iterable[str], complaint: str, spell: Callable[[str], st
 
 
 def _matching(glob: str, shapes: Mapping[str, tuple[int, ...]], setting: str) -> list[str]:
-    if glob == "auto:output":
-        return _output_layer(shapes, setting)
     matched = [name for name in shapes if fnmatchcase(name, glob)]
     if not matched:
         near = difflib.get_close_matches(glob, shapes, n=3, cutoff=0.4) or list(shapes)[:3]
@@ -539,23 +528,3 @@ def _matching(glob: str, shapes: Mapping[str, tuple[int, ...]], setting: str) ->
             f"{', '.join(near)}, ..."
         )
     return matched
-
-
-def _output_layer(shapes: Mapping[str, tuple[int, ...]], setting: str) -> list[str]:
-    """The parameters of the last layer that has a weight, in the order given.
-
-    A weight has two dimensions or more.
-    """
-
-    def layer(name: str) -> str:
-        # conv1.weight and, in TensorFlow, conv1/kernel. Names that differ only in a last number
-        # (members of a ParameterList, TensorFlow's second variable of a name, Horovod's names for
-        # nameless parameters) share a prefix without sharing a layer.
-        cut = max(name.rfind("."), name.rfind("/"))
-        return name if cut < 0 or name[cut + 1 :].isdigit() else name[:cut]
-
-    weights = [name for name, shape in shapes.items() if len(shape) >= 2]
-    # If the only layer were sent whole, nothing would be left to compress.
-    if len({layer(name) for name in weights}) < (2 if setting == "dense" else 1):
-        return []
-    return [name for name in shapes if layer(name) == layer(weights[-1])]

@@ -29,8 +29,6 @@ SENDS_WANTED = 5
 # twentieth is more than everything that few bits send.
 MODEL_WORTH_A_WARNING = 1_000_000
 WHOLE_WORTH_A_WARNING = 0.05
-# A first layer of so few columns is no embedding: they are a model's inputs.
-FEW_INPUTS = 16
 # At beta = 1 look-ahead lost 15 points with group norm, at 0.3 under 3.
 LOOK_AHEAD_BETA = 0.5
 # Residues grow if each look finds this many times what the look before found. Near the end of a
@@ -49,11 +47,6 @@ _SENT_WHOLE = (
     "%.0f %% of the model's elements are sent uncompressed, most of them in %s, so at least this "
     "share of dense training's traffic remains. To compress these tensors too, leave them out of "
     "dense= and of rates=, or lower min_numel"
-)
-_NO_OUTPUT = (
-    "'auto:output' stands for %s, the last layer listed, not for %s. If the output layer shares "
-    "the weight of the latter, name it: '%s'. If the model has no output layer, leave "
-    "'auto:output' out"
 )
 _TOO_SHORT = (
     "total_steps: of %d exchanges, %d are compressed at rate %g, so each element is sent %.1f "
@@ -94,16 +87,15 @@ def check_run(
     Args:
         config: the settings.
         own_rates: {name: own rate}; see config.own_rates_for.
-        shapes: {name: shape} of all tensors, in the model's order.
+        shapes: {name: shape} of all tensors.
         exchanges_in: how many exchanges there are in a number of steps.
     """
     first, stage = config.stages[-1]
-    rates = {name: stage.rate if own is None else own for name, own in own_rates.items()}
     if config.total_steps is not None and config.rate != "auto":
         total, begun = map(exchanges_in, (config.total_steps, max(first, config.warmup_steps)))
-        check_length(total, begun, rates.values())
+        rates = [stage.rate if own is None else own for own in own_rates.values()]
+        check_length(total, begun, rates)
     check_share_whole(own_rates, {name: math.prod(shape) for name, shape in shapes.items()})
-    check_output_layer(config, rates, shapes)
     # If nu is None in resolved settings, the optimizer's momentum is made quasi-hyperbolic.
     if config.lookahead and config.beta > LOOK_AHEAD_BETA and config.nu == 1:
         log.warning(_BETA_IS_LARGE, config.beta)
@@ -120,25 +112,6 @@ def check_share_whole(rates: Mapping[str, float | None], numels: Mapping[str, in
     compresses = len(whole) < len(numels)
     if total >= MODEL_WORTH_A_WARNING and compresses and share >= WHOLE_WORTH_A_WARNING:
         log.warning(_SENT_WHOLE, 100 * share, max(whole, key=whole.__getitem__))
-
-
-def check_output_layer(
-    config: ScaleComConfig, rates: Mapping[str, float], shapes: Mapping[str, Sequence[int]]
-) -> None:
-    """Log one warning if "auto:output" seems to have found a hidden layer.
-
-    This happens if the output layer shares the embedding's weight, which is listed first. An
-    embedding has more rows than columns, and a hidden layer's sizes are multiples of the columns.
-    """
-    weights = [name for name, shape in shapes.items() if len(shape) >= 2]
-    named = "auto:output" in (*config.dense, *(config.rates or ()))
-    if not named or len(weights) < 2 or len(shapes[weights[0]]) > 2:
-        return
-    first, last = weights[0], weights[-1]
-    rows, columns = shapes[first]
-    is_hidden = rows not in shapes[last] and all(size % columns == 0 for size in shapes[last])
-    if rates[first] > rates[last] and rows > columns > FEW_INPUTS and is_hidden:
-        log.warning(_NO_OUTPUT, last, first, first)
 
 
 def check_length(total: int, warmup: int, rates: Iterable[float]) -> None:

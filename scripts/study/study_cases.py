@@ -70,7 +70,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
     "the defaults": ("ScaleCom", LIBRARY),
     "with look-ahead": ("ScaleCom", LIBRARY | {"lookahead": True}),
-    "output layer at rate 4": ("ScaleCom", LIBRARY | {"rates": (("auto:output", 4),)}),
+    "output layer at rate 4": ("ScaleCom", LIBRARY | {"output_rate": 4}),
     "nu=1": ("ScaleCom", LIBRARY | {"nu": 1}),
     "32 bits, rate 100": ("ScaleCom", {"nu": 1}),
     "local top-k, rate 100": ("LocalTopK", {"nu": 1}),

@@ -55,7 +55,8 @@ class Run:
     """One training run. A field that is None takes the task's value.
 
     method: "dense", "DeMo" (which has its own optimizer), "PowerSGD", or the name of a class in
-        scalecom_hvd.torch, with `options` ((name, value), ...).
+        scalecom_hvd.torch, with `options` ((name, value), ...). One more, "output_rate", is the
+        output layer's rate.
     warmup: the share of steps sent whole. None: the library's defaults say what is sent whole.
     optimizer: "sgd", "adamw", "lion" or "muon".
     momentum: SGD's momentum, or AdamW's b1.
@@ -297,11 +298,16 @@ def simulate(
     if run.method == "dense":
         method, options = hvd.ScaleCom, {"dense": ["*"], "warmup_steps": 0}
     else:
+        # The output layer is that of the last weight.
+        last = [name for name, p in make_parameters(0).items() if p.dim() > 1][-1]
+        output = last.removesuffix("weight") + "*"
+        if "output_rate" in options:
+            options["rates"] = {output: options.pop("output_rate")}
         rivals = {"DeMo": study_rivals.DeMo, "PowerSGD": study_rivals.PowerSGD}
         method = rivals.get(run.method) or getattr(hvd, run.method)
         recommended: dict[str, Any] = {}
         if run.warmup is not None:
-            recommended = {"dense": ["auto:output"], "warmup_steps": round(run.warmup * run.steps)}
+            recommended = {"dense": [output], "warmup_steps": round(run.warmup * run.steps)}
             recommended |= {"bits": 32} if run.method == "ScaleCom" else {}
         options = recommended | options
     config = hvd.ScaleComConfig()  # not what the environment says

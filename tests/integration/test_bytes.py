@@ -43,7 +43,7 @@ def bytes_in_timeline(path) -> dict[str, list[int]]:
         ("torch", "horovodrun --gloo", {"rate": 16, "bits": 3}),
         pytest.param("tensorflow", "mpirun", MANY_BUCKETS, marks=pytest.mark.nightly),
         pytest.param(
-            *("tensorflow", "horovodrun --gloo", {"rate": 50, "dense": ["auto:output"]}),
+            *("tensorflow", "horovodrun --gloo", {"rate": 50, "dense": ["dense_2/*"]}),
             marks=pytest.mark.nightly,
         ),
     ],

@@ -44,15 +44,11 @@ from scalecom_hvd import ScaleComConfig
         ({"min_numel": False}, TypeError, "min_numel must be a whole number"),
         ({"bucket_bytes": "25M"}, TypeError, "bucket_bytes must be a whole number, not '25M'"),
         (
-            {"dense": ["auto:first"]},
+            {"dense": ["auto:output"]},
             ValueError,
-            r"dense accepts 'auto:output', but not 'auto:first': name .*such as 'conv1\.\*'",
+            r"no longer accept 'auto:output': name the output layer, .* such as 'fc\.\*'",
         ),
-        (
-            {"rates": {"auto:output": 8}, "dense": ["auto:output"]},
-            ValueError,
-            r"dense sends this layer uncompressed.*dense=\[\]",
-        ),
+        ({"rates": {"auto:first": 8}}, ValueError, "no longer accept 'auto:first': name the"),
         ({"bits": 9}, ValueError, "bits must be from 2 to 8, or 32"),
         ({"warmup_step": 5}, ValueError, "no setting warmup_step; did you mean warmup_steps"),
         ({"zzz": 5}, ValueError, "the settings are rate, beta"),
@@ -69,12 +65,12 @@ def test_environment_overrides_file_overrides_defaults(tmp_path, monkeypatch):
     path = tmp_path / "scalecom.yaml"
     path.write_text("rate: 50\nbeta: 0.1\ndense: ['head.*']\nrates: {'conv*': 20}\n")
     monkeypatch.setenv("SCALECOM_BETA", "0.3")
-    monkeypatch.setenv("SCALECOM_DENSE", "auto:output, embed.*")
+    monkeypatch.setenv("SCALECOM_DENSE", "fc.*, embed.*")
     monkeypatch.setenv("SCALECOM_LOOKAHEAD", "true")
     monkeypatch.setenv("SCALECOM_MIN_NUMEL", "512")
     config = ScaleComConfig.from_file(path)
     assert (config.rate, config.beta, config.lookahead) == (50, 0.3, True)
-    assert config.dense == ("auto:output", "embed.*")
+    assert config.dense == ("fc.*", "embed.*")
     assert config.rates == {"conv*": 20}
     assert config.leader == "cyclic"
     assert ScaleComConfig.from_env().rate is None
@@ -160,7 +156,6 @@ SHAPES = {
 }
 
 
-OUTPUT = {"dense": ["auto:output"]}
 LARGE = (99, 99)
 
 
@@ -173,33 +168,19 @@ LARGE = (99, 99)
         (
             {
                 "rates": {"conv.*": 25, "*.weight": 400},
-                "dense": ["embed.*", "auto:output", "norm.*"],
+                "dense": ["embed.*", "head.*", "norm.*"],
             },
             SHAPES,
             [1, 25, 1, 1, 1, 1, 400],
         ),
         (
-            {"rates": {"auto:output": 8, "embed.*": 20, "*.weight": 50}, "dense": []},
+            {"rates": {"head.*": 8, "embed.*": 20, "*.weight": 50}, "dense": []},
             SHAPES,
             [20, 50, 1, 50, 8, 1, 50],
         ),
         ({"min_numel": 0}, {"empty": (0,), "one": (1,)}, [1, 8]),
-        # The only layer of a model is not sent whole.
-        (OUTPUT, {"weight": (100, 100), "bias": (100,)}, [8, 1]),
-        (OUTPUT, {"weight": (10, 500)}, [8]),
-        ({"rates": {"auto:output": 9}, "dense": []}, {"weight": (10, 500)}, [9]),
-        # Layers in the names of either framework.
-        (OUTPUT, {"body.0.weight": LARGE, "head.weight": LARGE, "head.bias": (3000,)}, [8, 1, 1]),
-        (
-            OUTPUT,
-            {"dense/kernel": LARGE, "dense_1/kernel": LARGE, "dense_1/bias": (3000,)},
-            [8, 1, 1],
-        ),
-        (OUTPUT, {"w": LARGE, "w.1": LARGE, "w.2": LARGE}, [8, 8, 1]),  # TensorFlow's of one name
-        (OUTPUT, {"layers.0.0": LARGE, "layers.0.1": LARGE}, [8, 1]),  # a ParameterList
         ({"rate": 1, "selection": "exact"}, {"w": LARGE}, [1]),
         ({"rate": 1, "rates": {"a": 4}}, {"a": LARGE, "b": LARGE}, [4, 1]),
-        (OUTPUT, {f"allreduce.noname.0.{i}": LARGE for i in range(3)}, [8, 8, 1]),
     ],
 )
 def test_which_tensors_are_compressed(settings, shapes, rates):

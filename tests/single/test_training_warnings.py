@@ -11,7 +11,6 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.training_warnings import (
     Health,
     check_length,
-    check_output_layer,
     check_run,
     check_share_whole,
     growth_limit,
@@ -109,32 +108,3 @@ def test_look_ahead_with_a_beta_near_one(caplog, fields, warnings):
     check_run(ScaleComConfig(**fields).resolved(), {}, {})
     assert len(caplog.records) == warnings
     assert not warnings or "look-ahead with beta=1 breaks training" in caplog.text
-
-
-OUTPUT = {"dense": ["auto:output"]}
-GPT = {"wte.weight": (5000, 64), "wpe.weight": (128, 64), "h.mlp.weight": (64, 256)}
-
-
-@pytest.mark.parametrize(
-    ("shapes", "fields", "warnings"),
-    [
-        (GPT, {}, 0),
-        (GPT, OUTPUT, 1),
-        (GPT, {"rates": {"auto:output": 4}}, 1),
-        (GPT | {"h.mlp.bias": (64,), "norm.weight": (64,)}, OUTPUT, 1),
-        (GPT, {"dense": ["wte.*"]}, 0),
-        (GPT | {"head.weight": (5000, 64)}, OUTPUT, 0),  # a separate layer
-        (GPT | {"head.weight": (2, 64)}, OUTPUT, 0),  # a classifier
-        ({"embed": (90, 32), "lstm.weight_hh": (128, 32)}, OUTPUT, 1),
-        ({"one.weight": (256, 64), "two.weight": (64, 256)}, OUTPUT, 0),  # no embedding
-        ({"conv.weight": (64, 3, 7, 7), "fc.weight": (1000, 64)}, OUTPUT, 0),
-        ({"weight": (500, 10)}, OUTPUT, 0),
-        ({"0.weight": (512, 8), "2.weight": (256, 512), "4.weight": (8, 256)}, OUTPUT, 0),
-    ],
-    ids=str,
-)
-def test_an_output_layer_that_shares_the_embedding(caplog, shapes, fields, warnings):
-    config = ScaleComConfig(min_numel=2, **fields)
-    check_output_layer(config, config.rates_for(shapes), shapes)
-    assert len(caplog.records) == warnings
-    assert not warnings or f"name it: '{next(iter(shapes))}'" in caplog.text
