@@ -105,8 +105,7 @@ class ScaleComConfig:
     """Rates of some parameters, by globs on their names.
 
     An example is {"conv*": 25, "embed.*": 400}. The first match wins, and other parameters get
-    `rate`. With 1, a parameter is sent whole. `rates_from_flops(model,
-    example_inputs, batch_size)` computes the rates of the paper's guide, meant for 32 bits.
+    `rate`. With 1, a parameter is sent whole.
     """
 
     total_steps: int | None = None

@@ -31,12 +31,13 @@ def explained(error: ModuleNotFoundError, face: str) -> ModuleNotFoundError:
 
 TORCHS_ALONE = (
     *("BinMeans", "QSGD", "Diagnostics", "LocalTopK"),
-    *("Method", "RandomK", "Sign", "diloco", "rates_from_flops", "sparseloco"),
+    *("Method", "RandomK", "Sign", "diloco", "sparseloco"),
 )
 # Names that earlier releases had, and what to use now.
 REMOVED = {
     "ECQSGD": "ScaleCom(rate=1, bits=4)",
     "GTopK": "LocalTopK, which is faster and sends less",
+    "rates_from_flops": 'ScaleCom(rate="auto"), which measures the network',
     "GlobalTopK": "diagnostics=..., whose contraction_top_k says what the true top-k would leave",
 }
 

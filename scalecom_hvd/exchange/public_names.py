@@ -5,7 +5,6 @@ ScaleCom itself is not here, because Horovod's face has one of its own.
 
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
-from scalecom_hvd.exchange.flops import rates_from_flops
 from scalecom_hvd.exchange.local.recipes import diloco, sparseloco
 from scalecom_hvd.exchange.methods import BucketCollectives, LocalTopK, Method, RandomK, State
 from scalecom_hvd.exchange.quantisers import QSGD, BinMeans, Quantiser, Sign
@@ -13,4 +12,4 @@ from scalecom_hvd.exchange.quantisers import QSGD, BinMeans, Quantiser, Sign
 __all__ = ["LocalTopK", "RandomK"]
 __all__ += ["BucketCollectives", "Method", "State"]
 __all__ += ["QSGD", "BinMeans", "Quantiser", "Sign"]
-__all__ += ["Diagnostics", "ScaleComConfig", "diloco", "rates_from_flops", "sparseloco"]
+__all__ += ["Diagnostics", "ScaleComConfig", "diloco", "sparseloco"]

@@ -176,7 +176,7 @@ def test_framework_free_rooms_import_each_other_downwards_only():
 
 
 def test_nobody_searches_for_models_or_hooks_their_forward():
-    """What a model sees in forward is the script's alone. Only flops.py counts there, if asked."""
+    """What a model sees in forward is the script's alone."""
     refused = "get_objects", "_getframe", "register_forward_pre_hook"
     found = {
         (path.as_posix(), word)
@@ -184,4 +184,4 @@ def test_nobody_searches_for_models_or_hooks_their_forward():
         for word in refused
         if word in (PACKAGE / path).read_text()
     }
-    assert found == {("exchange/flops.py", "register_forward_pre_hook")}
+    assert found == set()
