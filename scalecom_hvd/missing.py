@@ -30,8 +30,7 @@ def explained(error: ModuleNotFoundError, face: str) -> ModuleNotFoundError:
 
 
 TORCHS_ALONE = (
-    *("BinMeans", "QSGD", "Diagnostics", "LocalTopK"),
-    *("Method", "RandomK", "Sign", "diloco", "sparseloco"),
+    *("BinMeans", "Diagnostics", "LocalTopK", "Method", "RandomK", "diloco", "sparseloco"),
 )
 # Names that earlier releases had, and what to use now.
 REMOVED = {
@@ -39,6 +38,8 @@ REMOVED = {
     "GTopK": "LocalTopK, which is faster and sends less",
     "rates_from_flops": 'ScaleCom(rate="auto"), which measures the network',
     "GlobalTopK": "diagnostics=..., whose contraction_top_k says what the true top-k would leave",
+    "QSGD": "ScaleCom(bits=...), or BinMeans in LocalTopK and RandomK",
+    "Sign": "ScaleCom(bits=...), or BinMeans in LocalTopK and RandomK",
 }
 
 

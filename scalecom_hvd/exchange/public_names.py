@@ -7,9 +7,9 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.local.recipes import diloco, sparseloco
 from scalecom_hvd.exchange.methods import BucketCollectives, LocalTopK, Method, RandomK, State
-from scalecom_hvd.exchange.quantisers import QSGD, BinMeans, Quantiser, Sign
+from scalecom_hvd.exchange.quantisers import BinMeans, Quantiser
 
 __all__ = ["LocalTopK", "RandomK"]
 __all__ += ["BucketCollectives", "Method", "State"]
-__all__ += ["QSGD", "BinMeans", "Quantiser", "Sign"]
+__all__ += ["BinMeans", "Quantiser"]
 __all__ += ["Diagnostics", "ScaleComConfig", "diloco", "sparseloco"]

@@ -61,12 +61,6 @@ LOCAL = {
         ("local SGD fragments", IN_TURN, lambda **settings: hvd.Compression.none, (16,)),
         ("ScaleCom", {}, hvd.ScaleCom, (1, 4, 16)),
         ("ScaleCom overlap", {"overlap": 2}, hvd.ScaleCom, (4, 16)),
-        (
-            "ScaleCom 4 bits",
-            {},
-            lambda **settings: hvd.ScaleCom(quantiser=hvd.QSGD(7), **settings),
-            (1, 4, 16),
-        ),
     )
     for h in rounds
 }

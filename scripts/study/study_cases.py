@@ -22,7 +22,7 @@ SECOND = ("mobilenet", "transformer")
 MANY = {"steps": 250, "batch_size": 8, "norm": "group"}
 # Local steps between synchronisations, the sent values' quantisation, and who chooses the values.
 STEPS = (1, 4, 16)
-QUANTISERS = ("none", "sign", "4 bits", "8 bits")
+QUANTISERS = ("none", "sign")
 SELECTIONS = {"leader": "ScaleCom", "local": "LocalTopK"}
 # Few meetings: what workers send after H steps or, with DeMo, after every step.
 FADING = {"beta": 1.0, "decay": 0.95}
@@ -40,7 +40,6 @@ SENT: dict[str, tuple[str, dict[str, Any]]] = {
         "LocalTopK",
         {"rate": 33, "quantiser": "means", "selection": "exact"} | FADING,
     ),
-    "its choice, 4 bits, 3 %": ("LocalTopK", {"rate": 33, "quantiser": "4 bits"} | FADING),
     "its choice, 32 bits, 3 %": ("LocalTopK", {"rate": 33} | FADING),
     "ScaleCom, 2 bits, 3 %": ("ScaleCom", {"rate": 33, "quantiser": "means", "beta": 1.0}),
     "ScaleCom, 32 bits, 3 %": ("ScaleCom", {"rate": 33, "beta": 1.0}),
@@ -269,7 +268,7 @@ def local(tasks: list[str], quick: bool) -> Iterator[Case]:
             fields = {"local_steps": h, "steps": steps}
             yield case("local", task, "sent whole", task, "dense", h, **fields)
             fields["min_numel"] = 256
-            for quantiser in ("none", "sign") if quick else QUANTISERS:
+            for quantiser in QUANTISERS:
                 for selection, method in SELECTIONS.items():
                     options = {} if quantiser == "none" else {"quantiser": quantiser}
                     what = f"{selection} top-k, {quantiser}"

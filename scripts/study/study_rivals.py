@@ -123,6 +123,22 @@ def cosines(size: int) -> torch.Tensor:
     return matrix
 
 
+class SignOfValues(hvd.Quantiser):
+    """The sign, in one bit, times the mean magnitude in the block of values.
+
+    With a top-k choice, this is Qsparse's SignTop-k (Basu et al., 2019, arXiv 1906.02367).
+    """
+
+    bits = 1
+
+    def quantise(self, blocks, counts):
+        scales = blocks.abs().double().sum(1) / counts
+        return scales.to(blocks.dtype)[:, None], -(blocks < 0).to(torch.int8)
+
+    def restore(self, scales, levels):
+        return torch.where(levels < 0, -scales, scales)
+
+
 class Sign(torch.optim.Optimizer):
     """x <- x - lr * sign(gradient)."""
 

@@ -33,10 +33,7 @@ import scalecom_hvd.torch as hvd
 from scalecom_hvd.exchange.simulator import Simulation
 
 QUANTISERS = {
-    "sign": hvd.Sign(),
-    "2 bits": hvd.QSGD(1),
-    "4 bits": hvd.QSGD(7),
-    "8 bits": hvd.QSGD(127),
+    "sign": study_rivals.SignOfValues(),
     "means": hvd.BinMeans(),
 }
 # A run has diverged if its training loss exceeds the first one this many times.

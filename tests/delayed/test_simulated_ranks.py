@@ -16,7 +16,7 @@ from scalecom_hvd.exchange.devices import HostCopy, Streams
 from scalecom_hvd.exchange.kernels import base
 from scalecom_hvd.exchange.kernels.base import positions_of
 from scalecom_hvd.exchange.methods import LocalTopK, RandomK
-from scalecom_hvd.exchange.quantisers import QSGD, Sign
+from scalecom_hvd.exchange.quantisers import BinMeans
 from scalecom_hvd.exchange.simulator import Simulation
 
 RANKS, STEPS = 3, 5
@@ -34,8 +34,9 @@ KINDS = {
         "dense": ["bias"],
         "warmup_steps": 2,
     },
-    "signs": {"rate": 10, "quantiser": Sign()},
-    "local top-k in QSGD": {"compression": LocalTopK, "rate": 10, "quantiser": QSGD(2)},
+    "means": {"rate": 10, "quantiser": BinMeans()},
+    "local top-k, means": {"compression": LocalTopK, "rate": 10, "quantiser": BinMeans()},
+    "local top-k": {"compression": LocalTopK, "rate": 10},
     "random-k": {"compression": RandomK, "rate": 10},
 }
 

@@ -19,7 +19,6 @@ rooms only.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -56,13 +55,9 @@ class Bucket(NamedTuple):
 
 Send = Callable[[np.ndarray, Bucket], np.ndarray]
 Places = Callable[[np.ndarray, Bucket], list[np.ndarray]]
-# Returns random numbers in [0, 1), given a bucket, a worker's number and a shape.
-Uniform = Callable[[Bucket, int, tuple[int, ...]], np.ndarray]
-# Returns what is sent for a worker's values. The arguments are the values, the number of values of
-# each tensor, and a function that returns random numbers of a given shape.
-Quantise = Callable[
-    [np.ndarray, Sequence[int], Callable[[tuple[int, ...]], np.ndarray]], np.ndarray
-]
+# Returns what is sent for a worker's values, given the values and the number of values of each
+# tensor.
+Quantise = Callable[[np.ndarray, Sequence[int]], np.ndarray]
 
 
 class MethodReference(ScaleComReference):
@@ -172,15 +167,12 @@ def drawn(draw: Callable[[Bucket, int], Sequence[np.ndarray]]) -> Places:
 # What workers send at these indices.
 
 
-def sending(
-    places: Places, quantise: Quantise | None = None, uniform: Uniform | None = None
-) -> Send:
+def sending(places: Places, quantise: Quantise | None = None) -> Send:
     """Workers send their values at these indices, quantised tensor by tensor if asked for.
 
     Args:
         places: returns each worker's indices.
         quantise: the quantiser; None: values are sent unquantised.
-        uniform: the quantiser's random numbers.
     """
 
     def send(accumulators, bucket):
@@ -188,8 +180,7 @@ def sending(
         for worker, chosen in enumerate(places(accumulators, bucket)):
             sent = only(bucket.sendable[worker], chosen)
             if quantise is not None:
-                draw = functools.partial(uniform, bucket, worker)
-                sent[chosen] = quantise(sent[chosen], bucket.counts, draw)
+                sent[chosen] = quantise(sent[chosen], bucket.counts)
             everyone.append(sent)
         return np.stack(everyone)
 
@@ -218,36 +209,10 @@ def few_bits(levels: int) -> Send:
 # Quantisers.
 
 
-def qsgd(s: int, block: int, norm: str | int = "max", divide: float = 1.0) -> Quantise:
-    """2s + 1 levels of each block's norm, rounded up or down at random (Alistarh et al., 2017).
-
-    Args:
-        s: the number of levels on either side of zero.
-        block: how many values share a norm.
-        norm: "max" or 2.
-        divide: the number that results are divided by (Basu et al., 2019).
-    """
-
-    def quantise(values, counts, random):
-        kind = values.dtype.type
-        blocks, back = in_blocks(values, counts, block)
-        scale = np.abs(blocks).max(1)
-        if norm == 2:
-            scale = np.sqrt(np.square(blocks.astype(np.float64)).sum(1)).astype(kind)
-        scale = scale[:, None]
-        shares = blocks / np.maximum(scale, np.finfo(kind).tiny) * kind(s)
-        levels = np.floor(shares + random(blocks.shape).astype(kind)).clip(-s, s)
-        if divide != 1:
-            scale = scale / kind(divide)
-        return (levels / kind(s) * scale).reshape(-1)[back]
-
-    return quantise
-
-
 def sign(block: int) -> Quantise:
     """Each value becomes its sign times the mean magnitude of its block (Basu et al., 2019)."""
 
-    def quantise(values, counts, random):
+    def quantise(values, counts):
         blocks, back = in_blocks(values, counts, block)
         means = np.abs(blocks).astype(np.float64).sum(1) / np.bincount(back // block)
         scale = means.astype(values.dtype)[:, None]
@@ -263,7 +228,7 @@ def bin_means(block: int) -> Quantise:
     block's mean magnitude.
     """
 
-    def quantise(values, counts, random):
+    def quantise(values, counts):
         blocks, back = in_blocks(values, counts, block)
         result = np.empty_like(blocks)
         for row, length, new in zip(blocks, np.bincount(back // block), result, strict=True):

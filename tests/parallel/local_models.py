@@ -3,6 +3,7 @@
 import contextlib
 
 import numpy as np
+import rules
 import torch
 from faces import hvd
 from models import gradients
@@ -16,15 +17,13 @@ COMPRESSIONS = {
     "ScaleCom": (hvd.ScaleCom, {}),
     "ScaleCom, 32 bits": (hvd.ScaleCom, {"bits": 32}),
     "ScaleCom, exact, beta": (hvd.ScaleCom, {"selection": "exact", "beta": 0.5}),
-    "ScaleCom, sign": (hvd.ScaleCom, {"quantiser": hvd.Sign()}),
-    "ScaleCom, 4 bits": (hvd.ScaleCom, {"quantiser": hvd.QSGD(7)}),
+    "ScaleCom, sign": (hvd.ScaleCom, {"quantiser": rules.Sign()}),
     "LocalTopK": (hvd.LocalTopK, {}),
-    "LocalTopK, sign": (hvd.LocalTopK, {"quantiser": hvd.Sign()}),
-    "LocalTopK, 8 bits": (hvd.LocalTopK, {"quantiser": hvd.QSGD(127)}),
-    "RandomK, own, 4 bits": (hvd.RandomK, {"shared": False, "quantiser": hvd.QSGD(7)}),
+    "LocalTopK, means": (hvd.LocalTopK, {"quantiser": hvd.BinMeans()}),
+    "RandomK, own, means": (hvd.RandomK, {"shared": False, "quantiser": hvd.BinMeans()}),
     "RandomK": (hvd.RandomK, {}),
 }
-SOME = ["ScaleCom", "ScaleCom, sign", "LocalTopK, 8 bits"]
+SOME = ["ScaleCom", "ScaleCom, sign", "LocalTopK, means"]
 
 
 def method(name, **more):

@@ -7,32 +7,29 @@ import torch
 from oracles import methods as oracle
 
 from scalecom_hvd import exchange as hvd
-from scalecom_hvd.exchange.methods.random_k import draw
-from scalecom_hvd.exchange.quantisers import generator
+from scalecom_hvd.exchange.methods.random_k import draw, generator
 
 
-def uniform(compressor):
-    """Random numbers in [0, 1) of a compressor's quantiser, as the oracle asks for them."""
+class Sign(hvd.Quantiser):
+    """A quantiser as a user writes it: the sign, times the mean magnitude in the block."""
 
-    def give(bucket, worker, shape):
-        return torch.rand(
-            shape,
-            generator=generator(compressor.quantiser.seed, bucket.step, bucket.number, worker),
-        ).numpy()
+    bits = 1
 
-    return give
+    def __init__(self, block=512):
+        self.block = block
+
+    def quantise(self, blocks, counts):
+        # Summed in float64, so that the order of summands does not matter.
+        scales = blocks.abs().double().sum(1) / counts
+        return scales.to(blocks.dtype)[:, None], -(blocks < 0).to(torch.int8)
+
+    def restore(self, scales, levels):
+        return torch.where(levels < 0, -scales, scales)
 
 
 def rounding(quantiser):
     """The oracle's function for a quantiser, or None if values are not rounded."""
-    if isinstance(quantiser, hvd.QSGD):
-        return oracle.qsgd(
-            quantiser.levels,
-            quantiser.block,
-            quantiser.norm,
-            1 + quantiser.variance if quantiser.scaled else 1.0,
-        )
-    if isinstance(quantiser, hvd.Sign):
+    if isinstance(quantiser, Sign):
         return oracle.sign(quantiser.block)
     if isinstance(quantiser, hvd.BinMeans):
         return oracle.bin_means(quantiser.block)
@@ -60,4 +57,4 @@ def sending(compressor):
         hvd.RandomK: oracle.drawn(places),
     }
     (chosen,) = [rule for kind, rule in rules.items() if isinstance(compressor, kind)]
-    return oracle.sending(chosen, rounding(compressor.quantiser), uniform(compressor))
+    return oracle.sending(chosen, rounding(compressor.quantiser))

@@ -397,7 +397,7 @@ MORE["all"] = {"overlap": 1, "clip_changes": 2, "outer": outer_sgd}
 
 
 @pytest.mark.parametrize("more", MORE)
-@pytest.mark.parametrize("compression", ["ScaleCom", "LocalTopK, 8 bits"])
+@pytest.mark.parametrize("compression", ["ScaleCom", "LocalTopK, means"])
 def test_synchronize_parameters_ends_a_round_where_a_script_evaluates(compression, more):
     """The first synchronisation under inference mode makes tensors that later ones write to."""
     model = begin()

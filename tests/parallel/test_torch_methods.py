@@ -63,17 +63,16 @@ def scaled_sign(accumulators, bucket):
 KINDS = hvd.RandomK, hvd.LocalTopK, ScaledSign
 METHODS = [(method, {}) for method in KINDS]
 QUANTISED = [
-    (hvd.ScaleCom, {"quantiser": hvd.Sign()}),
-    (hvd.ScaleCom, {"quantiser": hvd.QSGD(7)}),
-    (hvd.ScaleCom, {"quantiser": hvd.QSGD(1, norm=2, block=100), "selection": "exact"}),
-    (hvd.LocalTopK, {"quantiser": hvd.Sign(block=10)}),
-    (hvd.LocalTopK, {"quantiser": hvd.QSGD(127)}),
-    (hvd.RandomK, {"quantiser": hvd.Sign()}),
+    (hvd.ScaleCom, {"quantiser": hvd.BinMeans()}),
+    (hvd.ScaleCom, {"quantiser": hvd.BinMeans(block=100), "selection": "exact"}),
+    (hvd.LocalTopK, {"quantiser": rules.Sign(block=10)}),
+    (hvd.LocalTopK, {"quantiser": hvd.BinMeans()}),
+    (hvd.RandomK, {"quantiser": rules.Sign()}),
     (hvd.RandomK, {"shared": False}),
-    (hvd.RandomK, {"shared": False, "quantiser": hvd.QSGD(7)}),
+    (hvd.RandomK, {"shared": False, "quantiser": hvd.BinMeans()}),
 ]
 # A method in which one rank chooses for all, and one in which every rank chooses for itself.
-SOME_QUANTISED = [QUANTISED[1], QUANTISED[3]]
+SOME_QUANTISED = [QUANTISED[0], QUANTISED[2]]
 EXACT = [(method, {"selection": "exact"}) for method in (hvd.RandomK, hvd.LocalTopK)]
 SCALECOM = [(hvd.ScaleCom, {}), (hvd.ScaleCom, {"lookahead": True})]
 
@@ -383,10 +382,10 @@ BYTES = {
     "RandomK own": (hvd.RandomK, {"shared": False}, 0, 0, 4 * 27, 2),
     "LocalTopK": (hvd.LocalTopK, {}, 0, 0, 4 * 27 + 2 * 27, 2),
     "LocalTopK exact": (hvd.LocalTopK, {"selection": "exact"}, 0, 0, 4 * 27 + 4 * 27, 2),
-    "LocalTopK sign": (hvd.LocalTopK, {"quantiser": hvd.Sign()}, 0, 0, 2 * 4 + 4 + 2 * 27, 2),
+    "LocalTopK sign": (hvd.LocalTopK, {"quantiser": rules.Sign()}, 0, 0, 2 * 4 + 4 + 2 * 27, 2),
     "ScaleCom": (hvd.ScaleCom, {"bits": 32}, 2 * 27, 4 * 27, 0, 2),
-    "ScaleCom sign": (hvd.ScaleCom, {"quantiser": hvd.Sign()}, 2 * 27, 0, 2 * 4 + 4, 3),
-    "ScaleCom 4 bits": (hvd.ScaleCom, {"quantiser": hvd.QSGD(7)}, 2 * 27, 0, 2 * 4 + 14, 3),
+    "ScaleCom sign": (hvd.ScaleCom, {"quantiser": rules.Sign()}, 2 * 27, 0, 2 * 4 + 4, 3),
+    "ScaleCom means": (hvd.ScaleCom, {"quantiser": hvd.BinMeans()}, 2 * 27, 0, 2 * 16 + 7, 3),
 }
 
 

@@ -17,8 +17,7 @@ from parallel.rules import sending
 from simulated import as_tensors, made_up, residues_of, simulate, step_as
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.exchange.methods.random_k import draw
-from scalecom_hvd.exchange.quantisers import generator
+from scalecom_hvd.exchange.methods.random_k import draw, generator
 from scalecom_hvd.lanes import Lanes, Positions
 
 SETTINGS = {"rate": 20, "beta": 0.3, "min_numel": 0, "dense": ["bias"], "warmup_steps": 0}
@@ -138,8 +137,8 @@ DIFFERENT += [
         (hvd.RandomK, "shared", False, None, False),
         (hvd.LocalTopK, "decay", 0, None, 0.0),
         (hvd.LocalTopK, "average", "contributors", None, "contributors"),
-        (hvd.LocalTopK, "quantiser", hvd.Sign, None, "Sign(block=512)"),
-        (hvd.ScaleCom, "quantiser", hvd.Sign, None, "Sign(block=512)"),
+        (hvd.LocalTopK, "quantiser", hvd.BinMeans, None, "BinMeans(block=512)"),
+        (hvd.ScaleCom, "quantiser", hvd.BinMeans, None, "BinMeans(block=512)"),
     )
 ]
 

@@ -13,7 +13,7 @@ STATS = {
     "residue_norm": 4.0,
     "residue_ratio": None,
     "leader": 1,
-    "quantiser": "Sign()",
+    "quantiser": "BinMeans()",
 }
 
 

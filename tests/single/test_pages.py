@@ -15,7 +15,10 @@ from collections import defaultdict
 import pages
 import pytest
 import torch
+from parallel import rules
 from simulated import as_tensors, made_up, residues_of, simulate
+
+from scalecom_hvd.exchange import LocalTopK
 
 EVERY_PAGE = [*pages.PAGES, *sorted(pages.ROOT.glob("C*.md"))]
 
@@ -179,3 +182,10 @@ def test_methods_of_ones_own():
     kept = sum(own["w"].view(60, 50) for own in residues_of(simulation)) / 3
     assert 0 < went.count_nonzero() < came.numel()
     torch.testing.assert_close(went + kept / simulation.compressors[0].config.beta, came)
+    # The quantiser is the one that tests hold to the oracle.
+    of_page, of_tests = (
+        simulate(2, shapes, compression=LocalTopK, quantiser=own, min_numel=0)
+        for own in (scope["Sign"], rules.Sign)
+    )
+    grads = as_tensors(made_up(2, 0, shapes))
+    torch.testing.assert_close(of_page.step(grads), of_tests.step(grads))

@@ -65,8 +65,8 @@ def test_residues_of_other_settings():
     other_buckets = CONFIG.replace(bucket_bytes=1000).to_dict()
     refusal = "other settings: bucket_bytes=1000 in the state and 26214400 now"
     # These draw random numbers, or choose, per bucket.
-    signed = SCALECOM | {"quantiser": "Sign()"}
-    for who in ({"method": "LocalTopK"}, {"method": "RandomK", "seed": 0}, signed):
+    binned = SCALECOM | {"quantiser": "BinMeans()"}
+    for who in ({"method": "LocalTopK"}, {"method": "RandomK", "seed": 0}, binned):
         with pytest.raises(ValueError, match=refusal):
             saved_state.check_state(state(config=other_buckets, settings=who), CONFIG, who)
     with pytest.raises(ValueError, match="novelty=1 in the state and None now"):

@@ -19,7 +19,7 @@ from parallel.made_up import came_in, gradients
 
 from scalecom_hvd import ddp
 from scalecom_hvd.agreement import Numbers
-from scalecom_hvd.exchange import QSGD, CollectiveError, Exchange, LocalTopK, ScaleCom
+from scalecom_hvd.exchange import BinMeans, CollectiveError, Exchange, LocalTopK, ScaleCom
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.reference import ScaleComReference
 
@@ -282,7 +282,7 @@ def test_scalecom_is_that_of_the_reference(n, fields, on_threads, monkeypatch):
     assert len(ranks[0].method.residues.buckets) == (2 if "bucket_bytes" not in fields else 3)
 
 
-@pytest.mark.parametrize("fields", [{}, {"quantiser": QSGD()}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"quantiser": BinMeans()}], ids=str)
 def test_many_buckets_share_few_channels(fields, monkeypatch):
     """Ranks reach different buckets of a channel before they wait for any, and still finish."""
     monkeypatch.setattr("scalecom_hvd.exchange.exchange.MOST_CHANNELS", 2)

@@ -227,8 +227,8 @@ class OfWords(Quantiser):
 
     bits = 8
 
-    def quantise(self, blocks, lengths, uniform):
-        return torch.ones_like(lengths, dtype=blocks.dtype), blocks.int()
+    def quantise(self, blocks, counts):
+        return torch.ones(len(blocks), 1, dtype=blocks.dtype), blocks.int()
 
     def restore(self, scales, levels):
         return scales * levels

@@ -9,7 +9,6 @@ import torch
 from scalecom_hvd.agreement import Settings
 from scalecom_hvd.config import checked_number
 from scalecom_hvd.exchange.methods.base import BucketCollectives, BucketStep, Method, State, Step
-from scalecom_hvd.exchange.methods.quantised_values import rounded
 
 
 class LocalTopK(Method):
@@ -22,8 +21,7 @@ class LocalTopK(Method):
     build-up that ScaleCom avoids.
 
     Args:
-        quantiser: what rounds the values: None, or one of quantisers.py. With Sign, the method is
-            Qsparse's SignTop-k (Basu et al., 2019, arXiv 1906.02367).
+        quantiser: what rounds the values: None, or one of quantisers.py.
         decay: what residues are multiplied by before a gradient or change is added:
             `acc = decay * m + g` (SparseLoCo, Sarfi et al., 2025, arXiv 2508.15706). What waits
             long fades, and the part that fades is lost. A decay below 1 needs beta=1.
@@ -70,7 +68,8 @@ class LocalTopK(Method):
         offsets = bucket.choose()
         places, counts = bucket.places_at(offsets), bucket.counts
         values = bucket.sendable(places)
-        payload, sent = rounded(self.quantiser, values, counts, collectives)
+        payload = self.quantiser.pack(values, counts)
+        sent = self.quantiser.unpack(payload, values, counts)
         bucket.send(places, sent)
         # Values come first: they are viewed as words, so they must begin on one.
         everyone = yield from collectives.gather(torch.cat([payload, offsets]), "chosen")

@@ -4,24 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from scalecom_hvd.exchange.bucket_step import BucketStep, Places
 from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
-from scalecom_hvd.exchange.quantisers import Quantiser, generator
-
-
-def rounded(
-    quantiser: Quantiser,
-    values: torch.Tensor,
-    counts: Sequence[int],
-    collectives: BucketCollectives,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes that this rank sends for its values in this step, and the values they stand for."""
-    numbers = quantiser.seed, collectives.step, collectives.bucket, collectives.position
-    payload = quantiser.pack(values, counts, generator(*numbers))
-    return payload, quantiser.unpack(payload, values, counts)
+from scalecom_hvd.exchange.quantisers import Quantiser
 
 
 def average_at(
@@ -40,8 +26,9 @@ def average_at(
         places: the indices of this rank.
         everyone: the indices of each rank, so that values are gathered. None: all have the same.
     """
-    counts = bucket.counts
-    payload, sent = rounded(quantiser, bucket.sendable(places), counts, collectives)
+    values, counts = bucket.sendable(places), bucket.counts
+    payload = quantiser.pack(values, counts)
+    sent = quantiser.unpack(payload, values, counts)
     bucket.send(places, sent)
     if everyone is not None or quantiser.is_gathered(payload, sent, collectives.size):
         gathered = yield from collectives.gather(payload, "values")

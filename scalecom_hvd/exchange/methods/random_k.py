@@ -11,7 +11,6 @@ import torch
 from scalecom_hvd.agreement import Settings
 from scalecom_hvd.exchange.methods.base import BucketCollectives, BucketStep, Method, State, Step
 from scalecom_hvd.exchange.methods.quantised_values import average_at
-from scalecom_hvd.exchange.quantisers import generator
 from scalecom_hvd.lanes import Lanes, Positions
 
 
@@ -79,3 +78,11 @@ def draw(geometry: Lanes, random: torch.Generator) -> torch.Tensor:
 def _lanes(geometry: Lanes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Each lane's first element, the distance between its elements, and how many it has."""
     return (*geometry.starts_and_strides(), geometry.lengths())
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """A generator that draws the same wherever it gets the same numbers (seed, step, bucket)."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1_000_003 + number + 1) % 2**63
+    return torch.Generator().manual_seed(seed)

@@ -51,8 +51,8 @@ class ScaleCom(Method):
 
     Args:
         config, loss_scale, diagnostics, fields: see `Method`.
-        quantiser: what rounds values before they travel: QSGD, Sign or BinMeans. They exclude
-            look-ahead, and their values are gathered as long as that is less traffic.
+        quantiser: what rounds values before they travel, such as BinMeans. It excludes look-ahead,
+            and its values are gathered as long as that is less traffic.
 
     Raises:
         ValueError, TypeError: a setting cannot work.
