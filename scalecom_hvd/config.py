@@ -511,6 +511,7 @@ def _check_names(names: Iterable[str], complaint: str, spell: Callable[[str], st
                 "step_ahead": "gradients are no longer computed a step ahead, and the optimizer's "
                 "momentum does the same for accuracy. Leave it out, or give "
                 f"{spell('nu')}=1 where it was 0",
+                "shared": "in RandomK, all ranks draw the same indices: leave it out",
                 "warmup_rate": "a schedule does the same: rate={0: 4, 300: 16}",
                 "wire_dtype": "values no longer travel in float16. Give "
                 f"{spell('bits')}=8, which is less",

@@ -149,17 +149,17 @@ def leaders(accumulators: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
     return [choose(leader, bucket, bucket.selection)] * len(accumulators)
 
 
-def drawn(draw: Callable[[Bucket, int], Sequence[np.ndarray]]) -> Places:
-    """Indices are drawn at random (Stich et al., 2018).
+def drawn(draw: Callable[[Bucket], Sequence[np.ndarray]]) -> Places:
+    """Indices are drawn at random, the same for all workers (Stich et al., 2018).
 
     Args:
-        draw: returns a worker's indices in each of a bucket's tensors.
+        draw: returns the indices in each of a bucket's tensors.
     """
 
     def places(accumulators, bucket):
         starts = [elements.start for _, elements in bucket.tensors]
-        everyone = [zip(starts, draw(bucket, i), strict=True) for i in range(len(accumulators))]
-        return [np.concatenate([start + chosen for start, chosen in mine]) for mine in everyone]
+        mine = zip(starts, draw(bucket), strict=True)
+        return [np.concatenate([start + chosen for start, chosen in mine])] * len(accumulators)
 
     return places
 

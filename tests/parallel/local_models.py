@@ -20,7 +20,7 @@ COMPRESSIONS = {
     "ScaleCom, sign": (hvd.ScaleCom, {"quantiser": rules.Sign()}),
     "LocalTopK": (hvd.LocalTopK, {}),
     "LocalTopK, means": (hvd.LocalTopK, {"quantiser": hvd.BinMeans()}),
-    "RandomK, own, means": (hvd.RandomK, {"shared": False, "quantiser": hvd.BinMeans()}),
+    "RandomK, means": (hvd.RandomK, {"quantiser": hvd.BinMeans()}),
     "RandomK": (hvd.RandomK, {}),
 }
 SOME = ["ScaleCom", "ScaleCom, sign", "LocalTopK, means"]

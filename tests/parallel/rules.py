@@ -45,10 +45,8 @@ def sending(compressor):
     if compressor.config.levels:
         return oracle.few_bits(compressor.config.levels)
 
-    def places(bucket, worker):
-        random = generator(
-            compressor.seed, bucket.step, bucket.number, *(() if compressor.shared else (worker, 0))
-        )
+    def places(bucket):
+        random = generator(compressor.seed, bucket.step, bucket.number)
         return [draw(lanes, random).numpy() for lanes, _ in bucket.tensors]
 
     rules = {

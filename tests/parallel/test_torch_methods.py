@@ -68,8 +68,7 @@ QUANTISED = [
     (hvd.LocalTopK, {"quantiser": rules.Sign(block=10)}),
     (hvd.LocalTopK, {"quantiser": hvd.BinMeans()}),
     (hvd.RandomK, {"quantiser": rules.Sign()}),
-    (hvd.RandomK, {"shared": False}),
-    (hvd.RandomK, {"shared": False, "quantiser": hvd.BinMeans()}),
+    (hvd.RandomK, {"quantiser": hvd.BinMeans()}),
 ]
 # A method in which one rank chooses for all, and one in which every rank chooses for itself.
 SOME_QUANTISED = [QUANTISED[0], QUANTISED[2]]
@@ -379,7 +378,7 @@ def test_a_step_that_does_not_count_leaves_the_state(why, monkeypatch):
 # 22 + 5. {method: (offsets, values, gathered, collectives)}
 BYTES = {
     "RandomK": (hvd.RandomK, {}, 0, 4 * 27, 0, 2),
-    "RandomK own": (hvd.RandomK, {"shared": False}, 0, 0, 4 * 27, 2),
+    "RandomK means": (hvd.RandomK, {"quantiser": hvd.BinMeans()}, 0, 0, 2 * 16 + 7, 2),
     "LocalTopK": (hvd.LocalTopK, {}, 0, 0, 4 * 27 + 2 * 27, 2),
     "LocalTopK exact": (hvd.LocalTopK, {"selection": "exact"}, 0, 0, 4 * 27 + 4 * 27, 2),
     "LocalTopK sign": (hvd.LocalTopK, {"quantiser": rules.Sign()}, 0, 0, 2 * 4 + 4 + 2 * 27, 2),

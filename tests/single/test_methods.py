@@ -134,7 +134,6 @@ DIFFERENT += [
         (hvd.RandomK, "seed", 5, 0, 5),
         (hvd.RandomK, "beta", 0.5, 1.0, 0.5),
         (hvd.RandomK, "min_numel", 9, 0, 9),
-        (hvd.RandomK, "shared", False, None, False),
         (hvd.LocalTopK, "decay", 0, None, 0.0),
         (hvd.LocalTopK, "average", "contributors", None, "contributors"),
         (hvd.LocalTopK, "quantiser", hvd.BinMeans, None, "BinMeans(block=512)"),
@@ -170,6 +169,7 @@ REFUSED = [
     (ValueError, hvd.LocalTopK, {"decay": 0.9, "beta": 0.5}, "each other: give beta=1, not 0.5"),
     (ValueError, hvd.LocalTopK, {"average": "some"}, '"all" or "contributors", not \'some\''),
     (ValueError, hvd.LocalTopK, {"rat": 3}, "did you mean"),
+    (ValueError, hvd.RandomK, {"shared": False}, "all ranks draw the same indices: leave it out"),
 ]
 MEANT = {"lookahead": True, "leader": "staggered", "selection": "exact"}
 REFUSED += [

@@ -21,45 +21,31 @@ class RandomK(Method):
     not scaled up to be unbiased, because residues keep what is not sent. Stich et al. call this
     rand_k (*Sparsified SGD with Memory*, 2018, arXiv 1809.07599).
 
-    Traffic: 2(n-1)/n of 4k bytes, and no offsets. If not shared: (n-1) 4k bytes. A quantiser lowers
-    it.
+    Traffic: 2(n-1)/n of 4k bytes, and no offsets. A quantiser lowers it.
 
     Args:
         seed: the seed of the draw, which must be the same on all ranks.
-        shared: whether all ranks use the same indices. False: each rank has others, which all ranks
-            can draw, and values are gathered.
         quantiser: what rounds the values: None, or one of quantisers.py.
         **fields: see `Method`.
     """
 
     uses = ("quantiser", "selection")
 
-    def __init__(self, *, seed: int = 0, shared: bool = True, **fields: Any) -> None:
+    def __init__(self, *, seed: int = 0, **fields: Any) -> None:
         super().__init__(**fields)
-        self.seed, self.shared = int(seed), bool(shared)
+        self.seed = int(seed)
 
     @property
     def settings(self) -> Settings:
         """What ranks must have in common besides the config."""
-        shared = {} if self.shared else {"shared": False}
-        return super().settings | {"seed": self.seed} | shared
+        return super().settings | {"seed": self.seed}
 
     def step(self, bucket: BucketStep, collectives: BucketCollectives, state: State) -> Step[None]:
         """Draw, and average the values there."""
-        numbers, everyone = (self.seed, collectives.step, collectives.bucket), None
-        if self.shared:
-            mine = self._draw(bucket, generator(*numbers))
-        else:
-            # One number more than `rounded` gives, so that the two do not draw alike.
-            randoms = [generator(*numbers, rank, 0) for rank in range(collectives.size)]
-            everyone = [self._draw(bucket, random) for random in randoms]
-            mine = everyone[collectives.position]
-        yield from average_at(bucket, collectives, mine, self.quantiser, everyone=everyone)
-
-    @staticmethod
-    def _draw(bucket: BucketStep, random: torch.Generator) -> torch.Tensor:
+        random = generator(self.seed, collectives.step, collectives.bucket)
         places = bucket.places([draw(lanes, random) for lanes in bucket.geometries])
-        return places.to(bucket.accumulators.device)
+        places = places.to(bucket.accumulators.device)
+        yield from average_at(bucket, collectives, places, self.quantiser)
 
 
 def draw(geometry: Lanes, random: torch.Generator) -> torch.Tensor:
