@@ -9,57 +9,39 @@ Frameworks bring arrays of NumPy.
 
 from __future__ import annotations
 
-import csv
-import importlib.util
-import logging
 import math
-import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scalecom_hvd.lanes import Lanes, Positions
 
-log = logging.getLogger("scalecom_hvd")
-
-FilePath = str | os.PathLike[str]
 Numbers = Mapping[str, float | int | None]
 Array = NDArray[np.floating]
-
-# How many pairs of workers have their sorted residues compared.
-QUANTILE_PAIRS = 8
 
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Says which steps are looked at, how much of the model is, and where the numbers go.
+    """Says which steps are looked at, and how much of the model is.
 
-    The numbers go to stats()["diagnostics"], and to files if you name some. Only the rank at
-    position 0 writes files. Give every optimizer files of its own. `every` and `sample` must be the
+    The numbers go to stats()["diagnostics"], where Monitor finds them. Both settings must be the
     same on all ranks.
 
     Args:
         every: look at steps 0, every, 2 every, ..., except those that are sent whole.
-        csv: a file to which each look appends one row, below the columns' names.
-        tensorboard: a directory for TensorBoard. There the numbers are called scalecom/<name>.
         sample: about how many elements are looked at, spread over all compressed tensors. If there
             are no more than that, all are looked at. Every rank gathers two floats per element and
             rank.
 
     Raises:
-        ImportError: TensorBoard is asked for, but not installed.
         TypeError: a setting has a type that cannot work.
         ValueError: a setting has a value that cannot work.
     """
 
     every: int = 50
-    csv: FilePath | None = None
-    tensorboard: FilePath | None = None
     sample: int = 65536
 
     def __post_init__(self) -> None:
@@ -69,7 +51,6 @@ class Diagnostics:
                 raise TypeError(f"{must} a whole number, such as 50, not {value!r}")
             if value < 1:
                 raise ValueError(f"{must} at least 1, not {value}")
-        Files("diagnostics", self.csv, self.tensorboard)
 
     @classmethod
     def of(cls, value: Diagnostics | int | None) -> Diagnostics | None:
@@ -192,23 +173,16 @@ def look(
     energy, k = float(y @ y), int(np.count_nonzero(sent))
     norms = np.linalg.norm(residues, axis=1)
     known = shares_sent[~np.isnan(shares_sent)]
-    correlation, slope = _quantile_plots(residues)
     return {
         "residue_distance": _mean_distance(residues),
-        "accumulator_distance": _mean_distance(accumulators),
         "distance_to_top_k": _ratio(missed, k),
         "contraction": _ratio(np.sum((y - average) ** 2), energy),
         "contraction_top_k": _ratio(max(energy - top_energy, 0.0), energy),
         "energy_sent": _ratio(known.sum(), known.size),
         "residue_norm_mean": float(norms.mean()),
-        "residue_norm_min": float(norms.min()),
-        "residue_norm_max": float(norms.max()),
         "residue_norm_ratio": _ratio(norms.mean(), np.linalg.norm(y - residues.mean(axis=0))),
         "union_density": np.count_nonzero(chosen) / y.size,
         "sent_density": k / y.size,
-        "quantile_correlation": correlation,
-        "quantile_slope_max": slope,
-        "sample_size": y.size,
     }
 
 
@@ -239,72 +213,3 @@ def _mean_distance(vectors: Array) -> float | None:
         return None
     cosines = vectors @ vectors.T
     return float(1 - cosines[np.triu_indices(len(vectors), 1)].mean())
-
-
-def _quantile_plots(residues: Array) -> tuple[float | None, float | None]:
-    """quantile_correlation and quantile_slope_max."""
-    some = np.sort(residues[: QUANTILE_PAIRS + 1], axis=1)
-    some = some - some.mean(axis=1, keepdims=True)
-    deviations = np.linalg.norm(some, axis=1)  # each is sqrt(S) times too large
-    pairs = [(i, i + 1) for i in range(len(some) - 1) if (deviations[i : i + 2] > 0).all()]
-    if not pairs:
-        return None, None
-    correlations = [float(some[i] @ some[j]) / (deviations[i] * deviations[j]) for i, j in pairs]
-    slopes = [abs(deviations[i] / deviations[j] - 1) for i, j in pairs]
-    return float(np.mean(correlations)), float(max(slopes))
-
-
-class Files:
-    """Where numbers are written: a CSV file, a directory of TensorBoard, both or none.
-
-    If writing to one of them fails, one warning is logged, and training goes on. who: what asks for
-    it, for errors.
-
-    Raises:
-        ImportError: TensorBoard is asked for, but not installed.
-    """
-
-    def __init__(self, who: str, table: FilePath | None, tensorboard: FilePath | None) -> None:
-        self._board: Any = None
-        asked = {table: self._write_row, tensorboard: self._write_scalars}
-        self._writes = {os.fspath(path): write for path, write in asked.items() if path is not None}
-        # It is looked for without an import, which takes seconds if TensorFlow is installed.
-        if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
-            raise ImportError(
-                f"{who}: tensorboard=... needs TensorBoard, which is not installed. Run pip "
-                "install tensorboard"
-            )
-
-    def write(self, numbers: Numbers, step: int) -> None:
-        """Write all numbers of a step. Those that are None are left out."""
-        for path, write in list(self._writes.items()):
-            # Catch whatever goes wrong: the step counts, and the other ranks are about to go on.
-            try:
-                write(path, numbers, step)
-            except Exception as error:
-                given_up = "%s cannot be written, so nothing more is written to it: %s"
-                log.warning(given_up, path, error)
-                del self._writes[path]
-
-    def _write_row(self, path: str, numbers: Numbers, step: int) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        row = {"step": step, **numbers}
-        with open(path, "a+", newline="") as file:
-            file.seek(0)
-            columns = next(csv.reader(file), None)
-            if columns not in (None, [*row]):
-                raise ValueError("its columns are not those of diagnostics. Give another path")
-            writer = csv.DictWriter(file, [*row])
-            if columns is None:
-                writer.writeheader()
-            writer.writerow(row)
-
-    def _write_scalars(self, path: str, numbers: Numbers, step: int) -> None:
-        if self._board is None:
-            from tensorboard.summary import Writer
-
-            self._board = Writer(path)
-        for name, number in numbers.items():
-            if number is not None:
-                self._board.add_scalar(f"scalecom/{name}", number, step)
-        self._board.flush()

@@ -5,11 +5,11 @@ Framework-free: each face says which rank this is.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from scalecom_hvd.diagnostics import FilePath, Files
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -32,7 +32,8 @@ class Monitor:
         every: the numbers are read once in this many calls of `step`.
         tensorboard: a directory for TensorBoard. There the numbers are called scalecom/<name>:
             bytes_traffic (of one rank, in one step), rate, rung, residue_norm, residue_ratio,
-            skipped_steps, local_steps_skipped and leader, as in stats().
+            skipped_steps, local_steps_skipped and leader, as in stats(), and the numbers of
+            diagnostics, whenever these are new.
         writer: a writer of your own, besides TensorBoard's. It must have add_scalar(name, number,
             step).
 
@@ -59,7 +60,7 @@ class Monitor:
         source: Any,
         every: int = 50,
         *,
-        tensorboard: FilePath | None = None,
+        tensorboard: str | os.PathLike[str] | None = None,
         writer: Any = None,
     ) -> None:
         has_stats = hasattr(source, "stats")
@@ -73,7 +74,15 @@ class Monitor:
             raise ValueError(f"monitor: every must be a number of steps, at least 1, not {every}")
         self.line = ""
         self._every, self._calls, self._writer = every, 0, writer
-        self._files = Files("monitor", None, tensorboard)
+        self._looked: Mapping[str, Any] | None = None  # the diagnostics written last
+        # It is looked for without an import, which takes seconds if TensorFlow is installed.
+        if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
+            raise ImportError(
+                "monitor: tensorboard=... needs TensorBoard, which is not installed. Run pip "
+                "install tensorboard"
+            )
+        self._folder = None if tensorboard is None else os.fspath(tensorboard)
+        self._board: Any = None
 
     def step(self) -> None:
         """Count a step. Call it after every step; not all ranks have to."""
@@ -93,10 +102,30 @@ class Monitor:
         skipped = numbers.get("skipped_steps", 0) + numbers.get("local_steps_skipped", 0)
         self.line = ", ".join([*said, f"{skipped:g} steps skipped"] if skipped else said)
         log.info("step %d: %s", step, self.line)
+        looked = found.get("diagnostics")
+        if looked is not None and looked != self._looked:
+            self._looked = looked
+            numbers |= {n: own for n, own in looked.items() if n != "step" and own is not None}
         if self._writer is not None:
             for name, number in numbers.items():
                 self._writer.add_scalar(f"scalecom/{name}", number, step)
-        self._files.write(numbers, step)
+        if self._folder is not None:
+            self._write(self._folder, numbers, step)
+
+    def _write(self, folder: str, numbers: Mapping[str, Any], step: int) -> None:
+        # Catch whatever goes wrong: the other ranks are about to go on.
+        try:
+            if self._board is None:
+                from tensorboard.summary import Writer
+
+                self._board = Writer(folder)
+            for name, number in numbers.items():
+                self._board.add_scalar(f"scalecom/{name}", number, step)
+            self._board.flush()
+        except Exception as error:
+            given_up = "%s cannot be written, so nothing more is written to it: %s"
+            log.warning(given_up, folder, error)
+            self._folder = None
 
 
 def for_face(rank: Callable[[], int]) -> type[Monitor]:

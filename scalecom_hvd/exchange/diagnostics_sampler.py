@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from scalecom_hvd.diagnostics import Diagnostics, Files, Numbers, Piece, draw, look, share_sent
+from scalecom_hvd.diagnostics import Diagnostics, Numbers, Piece, draw, look, share_sent
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Collectives
@@ -29,7 +29,6 @@ class Sampler:
         self.last: Numbers | None = None  # of the last look, with its step
         self.seen: int | None = None  # the step that ranks must still compare
         self.every, self._sample = diagnostics.every, diagnostics.sample
-        self._files = Files("diagnostics", diagnostics.csv, diagnostics.tensorboard)
         # {name: (m, acc)} before the step, in the residue's units.
         self._before: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         # {name: (m, acc, average, m afterwards)} of the step's parts so far.
@@ -91,4 +90,3 @@ class Sampler:
         self.last = {"step": self.seen} | numbers
         if collectives.position == 0:
             log.info("diagnostics of step %d: %s", self.seen, numbers)
-            self._files.write(numbers, self.seen)

@@ -1,6 +1,6 @@
 """Statistics and diagnostics of real ranks equal those of as many simulated ranks.
 
-All ranks agree on the steps of diagnostics. tests/single/test_diagnostics.py has their files.
+All ranks agree on the steps of diagnostics.
 """
 
 import pytest

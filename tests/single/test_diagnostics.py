@@ -4,16 +4,13 @@ The definition is computed independently, on the whole model. Further tests cove
 ask for.
 """
 
-import csv
 import itertools
-import logging
 
 import numpy as np
 import pytest
 import simulated
 from parallel.made_up import gradients
 from simulated import as_tensors, assert_same
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd.diagnostics import Piece, draw, look
@@ -97,17 +94,11 @@ def by_definition(step, before, grads, averages, after, config):
 
     whole = sum(flat(y) ** 2)
     norms = [np.linalg.norm(flat(m[i])) for i in range(n)]
-    sorted_residues = [np.sort(flat(m[i])) for i in range(n)]
-    pairs = [(sorted_residues[i], sorted_residues[i + 1]) for i in range(min(n - 1, 8))]
     comparable = n > 1 and norms[0] > 0
-    if comparable:
-        correlations = [np.corrcoef(a, b)[0, 1] for a, b in pairs]
-        slopes = [abs(np.std(a) / np.std(b) - 1) for a, b in pairs]
     gradient = np.linalg.norm(sum(flat(g[i]) for i in range(n)) / n)
     return {
         "step": step,
         "residue_distance": mean_distance(map(flat, m)) if comparable else None,
-        "accumulator_distance": mean_distance(map(flat, acc)) if n > 1 else None,
         "distance_to_top_k": missed / k,
         "contraction": left / whole,
         "contraction_top_k": left_by_top / whole,
@@ -115,14 +106,9 @@ def by_definition(step, before, grads, averages, after, config):
             [sum(flat(sent[i]) ** 2) / sum(flat(acc[i]) ** 2) for i in range(n)]
         ),
         "residue_norm_mean": np.mean(norms),
-        "residue_norm_min": min(norms),
-        "residue_norm_max": max(norms),
         "residue_norm_ratio": np.mean(norms) / gradient,
         "union_density": union / flat(y).size,
         "sent_density": k / flat(y).size,
-        "quantile_correlation": np.mean(correlations) if comparable else None,
-        "quantile_slope_max": max(slopes) if comparable else None,
-        "sample_size": flat(y).size,
     }
 
 
@@ -271,73 +257,9 @@ def test_equals_count_as_chosen_well_as_far_as_they_can():
 def test_nothing_but_zeros():
     pieces = [Piece(np.arange(4), np.array([2, 2]), 2)]
     numbers = look(np.zeros((2, 4)), np.zeros((2, 4)), np.zeros(4), np.full(2, np.nan), pieces)
-    distances = {"residue_distance", "accumulator_distance", "distance_to_top_k"}
-    for name in distances | {"contraction", "energy_sent", "quantile_correlation"}:
+    for name in ("residue_distance", "distance_to_top_k", "contraction", "energy_sent"):
         assert numbers[name] is None
     assert numbers["sent_density"] == 0
-
-
-def rows_of(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_csv_is_appended_to_by_the_first_rank(tmp_path):
-    path = tmp_path / "new" / "diagnostics.csv"
-    diagnostics = hvd.Diagnostics(every=2, csv=path)
-    simulation = simulate(2, diagnostics=diagnostics)
-    last = []
-    for step in range(4):
-        simulation.step(as_tensors(alike(2, step)))
-        last.append(seen(simulation))
-    resumed = simulate(2, diagnostics=hvd.Diagnostics(every=2, csv=path))
-    for compressor, before in zip(resumed.compressors, simulation.compressors, strict=True):
-        compressor.load_state_dict(before.state_dict())
-    resumed.step(as_tensors(alike(2, 4)))
-    rows = rows_of(path)
-    assert [row["step"] for row in rows] == ["0", "2", "4"]
-    assert list(rows[0]) == list(last[0])
-    assert rows[0]["residue_distance"] == ""
-    assert {name: float(value) for name, value in rows[1].items()} == last[2]
-
-
-@pytest.mark.parametrize(
-    ("there", "why"), [(None, "Is a directory"), ("other,columns", "columns are not those")]
-)
-def test_what_cannot_be_written_does_not_end_training(tmp_path, caplog, there, why):
-    path = tmp_path / "rows"
-    path.write_text(there) if there else path.mkdir()
-    simulation = simulate(2, diagnostics=hvd.Diagnostics(1, csv=path))
-    with caplog.at_level(logging.WARNING, "scalecom_hvd"):
-        for step in range(3):
-            simulation.step(as_tensors(alike(2, step)))
-    said = [record.message for record in caplog.records if "cannot be written" in record.message]
-    assert len(said) == 1
-    assert said[0].startswith(f"{path} cannot be written, so nothing more ")
-    assert why in said[0]
-    assert seen(simulation)["step"] == 2
-    assert there is None or path.read_text() == there
-
-
-def test_tensorboard(tmp_path):
-    simulation = simulate(2, diagnostics=hvd.Diagnostics(2, tensorboard=tmp_path))
-    for step in range(3):
-        simulation.step(as_tensors(alike(2, step)))
-    board = EventAccumulator(str(tmp_path)).Reload()
-    written = {
-        tag: {event.step: event.tensor_proto.float_val[0] for event in board.Tensors(tag)}
-        for tag in board.Tags()["tensors"]
-    }
-    assert list(written["scalecom/contraction"]) == [0, 2]
-    expected = pytest.approx(seen(simulation)["contraction"])
-    assert written["scalecom/contraction"][2] == expected
-    assert list(written["scalecom/residue_distance"]) == [2]
-
-
-def test_tensorboard_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="pip install tensorboard"):
-        hvd.Diagnostics(tensorboard="runs")
 
 
 @pytest.mark.parametrize(
@@ -348,7 +270,6 @@ def test_tensorboard_that_is_not_installed(monkeypatch):
         (lambda: hvd.RandomK(diagnostics="often"), TypeError, "not 'often'"),
         (lambda: hvd.Diagnostics(every=2.5), TypeError, "a whole number, such as 50, not 2.5"),
         (lambda: hvd.Diagnostics(sample=-1), ValueError, "sample must be at least 1, not -1"),
-        (lambda: hvd.Diagnostics(csv=7), TypeError, "PathLike"),
     ],
 )
 def test_what_is_refused(wrong, error, words):

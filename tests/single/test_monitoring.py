@@ -1,6 +1,7 @@
 """The monitor: when it reads stats(), what it writes and where, and what its line says."""
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import scalecom_hvd.ddp
 from scalecom_hvd import monitoring
@@ -60,6 +61,55 @@ def test_the_line_says_what_waits_and_what_was_skipped(caplog):
     assert monitor.line == "0.0211 MB, rate 33, 12 gradients wait, 2 steps skipped"
     # With local steps, the step is the number of the optimizer's steps.
     assert caplog.messages == [f"step 70: {monitor.line}"]
+
+
+LOOKED = {"step": 4, "contraction": 0.5, "residue_distance": None}
+
+
+def test_diagnostics_are_written_once_after_each_look():
+    source, written = Source(), Written()
+    monitor = Monitor(source, every=1, writer=written)
+    for looked in (None, LOOKED, LOOKED, LOOKED | {"step": 6, "residue_distance": 0.25}):
+        source.more = {"diagnostics": looked}
+        monitor.step()
+    of_diagnostics = [each for each in written if each[0] in map("scalecom/{}".format, LOOKED)]
+    assert of_diagnostics == [
+        ("scalecom/contraction", 0.5, 20),
+        ("scalecom/contraction", 0.5, 40),
+        ("scalecom/residue_distance", 0.25, 40),
+    ]
+
+
+def test_tensorboard(tmp_path):
+    monitor = Monitor(Source(diagnostics=LOOKED), every=1, tensorboard=tmp_path)
+    for _ in range(2):
+        monitor.step()
+    board = EventAccumulator(str(tmp_path)).Reload()
+    written = {
+        tag: {event.step: event.tensor_proto.float_val[0] for event in board.Tensors(tag)}
+        for tag in board.Tags()["tensors"]
+    }
+    assert written["scalecom/contraction"] == {10: 0.5}
+    assert written["scalecom/rate"] == {10: 33.0, 20: 33.0}
+    assert "scalecom/residue_ratio" not in written
+
+
+def test_tensorboard_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install tensorboard"):
+        Monitor(Source(), tensorboard="runs")
+
+
+def test_what_cannot_be_written_does_not_end_training(tmp_path, caplog):
+    path = tmp_path / "runs"
+    path.touch()
+    monitor = Monitor(Source(), every=1, tensorboard=path)
+    with caplog.at_level("WARNING", "scalecom_hvd"):
+        for _ in range(3):
+            monitor.step()
+    (said,) = caplog.messages
+    assert said.startswith(f"{path} cannot be written, so nothing more ")
+    assert monitor.line
 
 
 def test_a_rank_that_does_not_write_asks_nothing(tmp_path):
