@@ -20,7 +20,7 @@ Stats = dict[str, Any]
 
 
 def group_names(
-    groups: int | Sequence[Sequence[int]] | None, names: Mapping[int, str]
+    groups: int | Sequence[Sequence[Hashable]] | None, names: Mapping[Any, str]
 ) -> list[list[str]] | None:
     """Horovod's `groups` as lists of names.
 

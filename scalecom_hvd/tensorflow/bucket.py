@@ -88,7 +88,7 @@ class Bucket:
             device = tf.DeviceSpec.from_string(self.compressed[0].residue.device).device_type
             same_width = (self.compressed[0].dtype == tf.float64) == (self._dtype == tf.float64)
             kernel = kernels.kernel_for(device or "CPU", config.selection, same_width)
-            self._kernel = kernel(lanes, self._levels, config.beta, config.extra)
+            self._kernel = kernel(lanes, self.layout, self._levels, config.beta, config.extra)
 
     def bytes_sent(self, size: int, whole: bool) -> tuple[int, int]:
         """The bytes that each of `size` ranks sends in a step: of values, and of all else."""

@@ -271,11 +271,7 @@ class ScaleCom(Tracked, Compressor):
             if (agreed := take_agreement(_label(stream, names))) is not None:
                 known[key] = exchange = make()
                 exchange.join(agreed, given)
-        if (
-            exchange is None
-            or exchange.arguments.comparable() != arguments.comparable()
-            or exchange.lacks(given)
-        ):
+        if exchange is None or exchange.arguments != arguments or exchange.lacks(given):
             members = set() if exchange is None else exchange.members
             exchange, place = make(), self._settings.place
             same_ranks = place.get("ranks") == horovod.size() and not is_elastic()
@@ -504,17 +500,14 @@ def scale_reader(loss_scale: LossScale | None) -> Callable[[], tf.Tensor | None]
     """A function that gives the loss scale as a tensor, or None for 1."""
     if loss_scale is None:
         return lambda: None
-    if hasattr(loss_scale, "loss_scale"):
-        optimizer: Any = loss_scale
-        return lambda: tf.convert_to_tensor(optimizer.loss_scale)
-    if not callable(loss_scale):
+    if not (callable(loss_scale) or hasattr(loss_scale, "loss_scale")):
         raise TypeError(
             "loss_scale must be a LossScaleOptimizer or a callable that gives the current scale, "
             f"not {loss_scale!r}"
         )
 
     def read() -> tf.Tensor:
-        scale = loss_scale()
+        scale = loss_scale() if callable(loss_scale) else loss_scale.loss_scale
         if not tf.executing_eagerly() and not isinstance(scale, (tf.Tensor, tf.Variable)):
             raise TypeError(
                 "in a traced function loss_scale must give a tf.Tensor or tf.Variable, such as "

@@ -98,10 +98,8 @@ class Exchange:
         settings = {"sparse_as_dense": self.arguments.sparse_as_dense}
         # What must be the same on all ranks.
         self._description = agreement.describe(self.config.to_dict(), settings, described)
-        groups = self.arguments.groups
-        if isinstance(groups, list):
-            groups = [list(map(id, group)) for group in groups]
-        self._groups = group_names(groups, {id(v): name for name, v in self.variables.items()})
+        names = {variable.ref(): name for name, variable in self.variables.items()}
+        self._groups = group_names(self.arguments.groups, names)
         self._description |= {"groups": self._groups, "sparse gradients": self.sparse}
 
     def agree(self, present: Iterable[str], residues_of: int | None) -> None:
@@ -248,7 +246,6 @@ class Exchange:
             for bucket, result in zip(self.buckets, results, strict=True):
                 bucket.commit(result)
             self.progress.step.assign(step + 1)
-            self.progress.whole.assign(now.whole)
             tensors = [tensor for bucket in self.buckets for tensor in bucket.compressed]
             if tensors:
                 own = [flat[tensor.name] for tensor in tensors]
@@ -311,7 +308,8 @@ class Exchange:
 
     def stats(self) -> dict[str, int | float | None]:
         """Numbers of the last step taken; see ScaleCom.stats."""
-        whole, step = bool(value_of(self.progress.whole)), int(value_of(self.progress.step))
+        step = int(value_of(self.progress.step))
+        whole = 0 < step <= self.config.warmup_steps
         with_offsets = [] if whole else [bucket for bucket in self.buckets if bucket.compressed]
         size, staggered = self.arguments.process_set.size(), self.config.leader == "staggered"
         sent = [bucket.bytes_sent(size, whole) for bucket in self.buckets]

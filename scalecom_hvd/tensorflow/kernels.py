@@ -33,12 +33,10 @@ class _Kernel:
     """What both kernels know of a bucket's compressed tensors."""
 
     geometries: Mapping[str, Lanes]
+    layout: Layout  # of their offsets and values
     levels: int  # L of values that travel as integers; 0: as numbers
     beta: float  # of the low-pass filter
     extra: float  # this many times what waits is sent, too, unless g has the opposite sign
-
-    def __post_init__(self) -> None:
-        self._layout = Layout(self.geometries, has_scales=self.levels > 0)
 
 
 class GraphKernel(_Kernel):
@@ -76,9 +74,9 @@ class GraphKernel(_Kernel):
                 if self.levels:
                     index = _indices(own, winners[name])
                     sendable = _sendable(tf.gather(m, index), tf.gather(g, index), self.extra)
-                    scales.append(as_bytes(_scales(sendable, own.k, self.levels)))
+                    scales.append(_as_bytes(_scales(sendable, own.k, self.levels)))
             # In the buffer, offsets lie in the layout's order, not in the tensors' order.
-            return tf.concat([*scales, *(winners[name] for name in self._layout.offsets)], 0)
+            return tf.concat([*scales, *(winners[name] for name in self.layout.offsets)], 0)
 
         return tf.cond(chooses, choice, lambda: tf.zeros([0], tf.uint8))
 
@@ -91,7 +89,7 @@ class GraphKernel(_Kernel):
             updated, values, bad.
         """
         updated, values, bad = [], [], []
-        places = zip(self._indices(choice), self._layout.scales.values(), strict=True)
+        places = zip(self._indices(choice), self.layout.scales.values(), strict=True)
         for grad, m, (index, at) in zip(grads, residues, places, strict=True):
             g, n_bad = _usable(grad, m.dtype, scale)
             value = _sendable(tf.gather(m, index), tf.gather(g, index), self.extra)
@@ -125,10 +123,11 @@ class GraphKernel(_Kernel):
         return outputs
 
     def _indices(self, offsets: tf.Tensor) -> list[tf.Tensor]:
-        at = self._layout.offsets
+        at = self.layout.offsets
         return [_indices(own, offsets[at[name]]) for name, own in self.geometries.items()]
 
 
+@dataclass(eq=False)
 class NativeKernel(_Kernel):
     """The same moves by the C kernel (native/tensorflow_ops.c), for lanes in the CPU's memory.
 
@@ -136,8 +135,7 @@ class NativeKernel(_Kernel):
     """
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self._operations, at = operations(), self._layout
+        self._operations, at = operations(), self.layout
         self._lanes: list[int] = []
         for name, g in self.geometries.items():
             self._lanes += [g.numel, g.k, g.width, g.rows, g.offset_width]
@@ -250,14 +248,10 @@ def _scales(values: tf.Tensor, k: int, levels: int) -> tf.Tensor:
     return tf.where(short >= SMALLEST_SCALE, short, tf.zeros_like(short))
 
 
-def scales_of(part: tf.Tensor) -> tf.Tensor:
-    """A tensor's scales (blocks,) from their bytes."""
-    return tf.bitcast(tf.reshape(part, [-1, 4]), tf.float32)
-
-
 def scale_of_each(part: tf.Tensor, values: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """The scale of each of a tensor's values (k,), in this dtype, from the scales' bytes."""
-    return tf.cast(tf.repeat(scales_of(part), BLOCK)[: tf.size(values)], dtype)
+    scales = tf.bitcast(tf.reshape(part, [-1, 4]), tf.float32)
+    return tf.cast(tf.repeat(scales, BLOCK)[: tf.size(values)], dtype)
 
 
 def _integers(values: tf.Tensor, scales: tf.Tensor, levels: int) -> tf.Tensor:
@@ -278,7 +272,7 @@ def times_scales(integers: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
     return tf.where(tf.equal(integers, 0), tf.zeros_like(scales), product)
 
 
-def as_bytes(tensor: tf.Tensor) -> tf.Tensor:
+def _as_bytes(tensor: tf.Tensor) -> tf.Tensor:
     """A tensor's elements, of more than one byte each, as uint8."""
     return tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])
 
@@ -304,7 +298,7 @@ def _winners(size: tf.Tensor, geometry: Lanes) -> tf.Tensor:
             parts.append(tf.reshape(tf.argmax(tf.reshape(block, [groups, rows, width]), 1), [-1]))
         offsets = tf.concat(parts, 0)
     offsets = tf.cast(offsets, dtype)
-    return offsets if dtype == tf.uint8 else as_bytes(offsets)
+    return offsets if dtype == tf.uint8 else _as_bytes(offsets)
 
 
 def _indices(geometry: Lanes, offsets: tf.Tensor) -> tf.Tensor:

@@ -119,9 +119,9 @@ def _mixes_of(
 
 def _kappa(exchange: Exchange, rate: float) -> tf.Tensor:
     """kappa in the step whose averages are here."""
-    progress, kappa = exchange.progress, kappa_of(rate, exchange.config.nu)
-    # In the first step the momentum is still the gradient.
-    mixes = (progress.step.read_value() > 1) & ~progress.whole.read_value()
+    config, kappa = exchange.config, kappa_of(rate, exchange.config.nu)
+    # In the first step the momentum is still the gradient. Of whole gradients, nothing waits.
+    mixes = exchange.progress.step.read_value() > max(1, config.warmup_steps)
     return tf.where(mixes, tf.constant(kappa, tf.float64), tf.constant(0, tf.float64))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -17,7 +16,7 @@ import horovod.tensorflow as horovod
 import horovod.tensorflow.keras as horovod_keras
 import tensorflow as tf
 
-from scalecom_hvd.agreement import check_arguments, check_compression
+from scalecom_hvd.agreement import check_arguments, check_compression, check_operation
 from scalecom_hvd.tensorflow.compressor import ScaleCom, is_scalecom, shared
 from scalecom_hvd.tensorflow.momentum import mix_momentum
 from scalecom_hvd.tensorflow.reduction import Reduction, reduction
@@ -91,7 +90,7 @@ def wrap(theirs: Callable[..., Any], given: dict[str, Any]) -> Any:
     compressor = compression if isinstance(compression, ScaleCom) else compression()
     # Only optimizers of TensorFlow 1 have locks.
     given = {what: given[what] for what in given.keys() - {"compression", "use_locking"}}
-    arguments = _take_arguments(given)
+    arguments = _arguments_of(given)
     wrapped = horovod_keras.DistributedOptimizer(**given)
     reduce = reduction(compressor, arguments, wrapped._name)
     # Horovod makes a class for every optimizer it wraps, so this changes no other. Keras makes new
@@ -168,7 +167,7 @@ def _tape(
     if not is_scalecom(compression):
         return make(gradtape, compression=compression, **given)
     compressor = compression if isinstance(compression, ScaleCom) else shared()
-    arguments = _take_arguments(given)
+    arguments = _arguments_of(given)
     compressor.serve(mixes_momentum=False)
     tape = make(gradtape, **given)
     calls: dict[Hashable, int] = {}
@@ -176,15 +175,14 @@ def _tape(
     return tape
 
 
-def _take_arguments(given: dict[str, Any]) -> Arguments:
-    """The exchange's arguments. What stays in `given` is for Horovod."""
-    if num_groups := given.pop("num_groups"):
-        warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=6)
-        given["groups"] = num_groups if given["groups"] is None else given["groups"]
-    arguments = Arguments(**{name: given[name] for name in inspect.signature(Arguments).parameters})
-    arguments.check()
-    del given["groups"]  # they are this exchange's buckets
-    return arguments
+def _arguments_of(given: dict[str, Any]) -> Arguments:
+    """The exchange's arguments. Horovod gets them, too, and checks the groups."""
+    check_operation(given["op"], given["gradient_predivide_factor"], horovod)
+    groups = given["num_groups"] or None if given["groups"] is None else given["groups"]
+    if isinstance(groups, list):
+        groups = tuple(tuple(variable.ref() for variable in group) for group in groups)
+    fields = {name: given[name] for name in inspect.signature(Arguments).parameters}
+    return Arguments(**fields | {"groups": groups})
 
 
 def _replace_reduction(optimizer: Any, reduce: Reduction) -> None:

@@ -109,7 +109,6 @@ class Progress(Tracked):
     Attributes:
         step, skipped: how many steps counted, and how many did not (a gradient was not finite).
         ranks: how many ranks there were.
-        whole: whether the last step was sent whole.
         norms: (2, 3), the last three norms of residues, and of gradients.
         warned: whether the user has been warned about growing residues.
     """
@@ -121,9 +120,7 @@ class Progress(Tracked):
             make_variable((), tf.int64, f"scalecom/{label}/{what}")
             for what in ("step", "skipped", "ranks")
         )
-        self.whole, self.warned = (
-            make_variable((), tf.bool, f"scalecom/{label}/{what}") for what in ("whole", "warned")
-        )
+        self.warned = make_variable((), tf.bool, f"scalecom/{label}/warned")
         self.norms = make_variable((2, 3), tf.float64, f"scalecom/{label}/norms")
 
     def as_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import horovod.tensorflow as horovod
 import numpy as np
 import tensorflow as tf
 
-from scalecom_hvd.agreement import Names, check_operation, is_elastic
+from scalecom_hvd.agreement import Names, is_elastic
 
 TENSORFLOW_1 = (
     "ScaleCom does not work with TensorFlow 1's graphs, sessions and optimizers (tf.compat.v1). "
@@ -39,32 +39,17 @@ _GATHER, _REDUCE = "HorovodAllgather", "HorovodAllreduce"
 class Arguments:
     """The arguments of Horovod's optimizers and tapes that concern the reduction.
 
-    Names, meanings and defaults are Horovod's.
+    Names, meanings and defaults are Horovod's. `groups` has references to variables, so that equal
+    arguments mean the same.
     """
 
     op: int = horovod.Average
     gradient_predivide_factor: float = 1.0
-    groups: int | list[list[tf.Variable]] | None = None
+    groups: int | tuple[tuple[Any, ...], ...] | None = None
     sparse_as_dense: bool = False
     process_set: horovod.ProcessSet = horovod.global_process_set
     device_dense: str = ""
     device_sparse: str = ""
-
-    def check(self) -> None:
-        """Raise ValueError for arguments that ScaleCom does not support."""
-        check_operation(self.op, self.gradient_predivide_factor, horovod)
-        if self.groups is not None and not (isinstance(self.groups, list) or self.groups > 0):
-            raise ValueError(
-                "groups should be a non-negative integer or a list of list of tf.Variable."
-            )
-
-    def comparable(self) -> dict[str, object]:
-        """Equal for arguments that mean the same."""
-        groups: object = self.groups
-        if isinstance(self.groups, list):
-            groups = tuple(tuple(variable.ref() for variable in group) for group in self.groups)
-        ranks = self.process_set.process_set_id
-        return vars(self) | {"groups": groups, "process_set": ranks}
 
 
 class Transport:

@@ -26,7 +26,7 @@ class Adapter:
 
     def __init__(self, case):
         self.case = case
-        self.made = self.kernel(case.shapes, case.levels, case.beta, case.extra)
+        self.made = self.kernel(case.shapes, case.layout, case.levels, case.beta, case.extra)
         self.grads = [there(g, dtype) for g, dtype in zip(case.grads, case.dtypes, strict=True)]
         self.residues = [there(residue) for residue in case.residues]
         self.offsets = there(case.offsets)
