@@ -86,12 +86,6 @@ class ScaleComConfig:
     not fill the steps after it, even if the script clips gradients. None: residues keep everything.
     """
 
-    max_norm: float | None = None
-    """A tensor's gradient on a rank may have at most this norm; None: any norm.
-
-    This bound holds from the first step on. A longer gradient is an outlier, as above.
-    """
-
     min_numel: int = 2048
     """Tensors with fewer elements are sent whole. Biases and norms cost little and matter much."""
 
@@ -177,10 +171,10 @@ class ScaleComConfig:
         def fix(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        may_be_none = ("rate", "bits", "beta", "nu", "outliers", "max_norm", "total_steps")
+        may_be_none = ("rate", "bits", "beta", "nu", "outliers", "total_steps")
         for names, checked in (
             (("rate",), _rate),
-            (("beta", "nu", "outliers", "max_norm"), checked_number),
+            (("beta", "nu", "outliers"), checked_number),
             (("min_numel", "bits", "bucket_bytes", "total_steps", "warmup_steps"), _integer),
         ):
             for name in names:
@@ -213,8 +207,6 @@ class ScaleComConfig:
                 f"outliers must be at least 1 and finite, or None, not {self.outliers}. It is how "
                 "many times as long as its longest recent one a gradient may be"
             )
-        if self.max_norm is not None and not self.max_norm > 0:
-            raise ValueError(f"max_norm must be greater than 0, or None, not {self.max_norm}")
         shares = {
             "nu": "It is the momentum's share of a step; 1 leaves the optimizer as it is",
             "beta": "1 is classic error feedback; a lower beta is more stable",
@@ -515,6 +507,8 @@ def _check_names(names: Iterable[str], complaint: str, spell: Callable[[str], st
                 "warmup_rate": "a schedule does the same: rate={0: 4, 300: 16}",
                 "wire_dtype": "values no longer travel in float16. Give "
                 f"{spell('bits')}=8, which is less",
+                "max_norm": f"{spell('outliers')} bounds gradients by recent ones. For a fixed "
+                "bound, clip each rank's gradients before they are averaged",
             } | dict.fromkeys(OPTIMIZERS_ARGUMENTS, "that is an argument of DistributedOptimizer")
             raise ValueError(f"{complaint} {spell(str(name))}; {hints.get(name, hint)}")
 

@@ -24,13 +24,12 @@ class RecentNorms:
     def __init__(self, longest: float = 0.0, count: int = 0) -> None:
         self.longest, self.count, self.outliers = float(longest), int(count), 0
 
-    def share(self, norm: float, times: float | None, most: float | None = None) -> float:
+    def share(self, norm: float, times: float | None) -> float:
         """What the tensor's residue must be multiplied by. Notes the norm.
 
         Args:
             norm: of a gradient. It is not noted if it is less than SMALLEST.
             times: how many times as long as the longest recent one a gradient may be. None: any.
-            most: how long it may be at all. None: any.
 
         Example:
             >>> norms = RecentNorms()
@@ -39,9 +38,8 @@ class RecentNorms:
         """
         if not SMALLEST <= norm < math.inf:
             return 1.0
-        share, limit = 1.0, math.inf if most is None else most
-        if times is not None and self.count >= LEAST:
-            limit = min(limit, times * self.longest)
+        share = 1.0
+        limit = math.inf if times is None or self.count < LEAST else times * self.longest
         if norm > limit:
             share = math.ldexp(1.0, math.frexp(limit / norm)[1] - 1)  # math.log2 would be rounded
             self.outliers += 1

@@ -171,8 +171,7 @@ class ScaleComReference:
         for norms, own, residue in zip(self.norms, grad, m, strict=True):
             recent = norms.setdefault(name, RecentNorms())
             norm = float(np.linalg.norm(own.astype(np.float64)))
-            limits = self.config.outliers, self.config.max_norm
-            residue *= residue.dtype.type(recent.share(norm, *limits))
+            residue *= residue.dtype.type(recent.share(norm, self.config.outliers))
         average = np.zeros_like(grad[0])
         average[I] = mean(sent)
         return average.reshape(grads[0].shape).astype(grads[0].dtype)

@@ -202,7 +202,7 @@ class Residues:
         for name, norm in norms.items():
             own = self.tensors[name]
             longest = own.norms.longest
-            share = own.norms.share(norm, self.config.outliers, self.config.max_norm)
+            share = own.norms.share(norm, self.config.outliers)
             if share < 1:
                 own.residue.mul_(share)
                 said = (

@@ -250,8 +250,8 @@ class Exchange:
             if tensors:
                 own = [flat[tensor.name] for tensor in tensors]
                 compresses = ~tf.convert_to_tensor(now.whole)
-                if (self.config.outliers, self.config.max_norm) != (None, None):
-                    scale = partial(self._scale_after_outliers, tensors, own, now)
+                if (times := self.config.outliers) is not None:
+                    scale = partial(self._scale_after_outliers, tensors, own, now, times)
                     tf.cond(compresses, scale, tf.no_op)
                 updated = [residue for result in results for residue in result.updated]
                 due = tf.equal(step % LOOK_EVERY, 0) & compresses
@@ -269,12 +269,16 @@ class Exchange:
         return tf.cond(sound, commit, skip)
 
     def _scale_after_outliers(
-        self, tensors: Sequence[CompressedTensor], grads: Sequence[tf.Tensor], now: Now
+        self,
+        tensors: Sequence[CompressedTensor],
+        grads: Sequence[tf.Tensor],
+        now: Now,
+        times: float,
     ) -> tf.Operation:
         """Scale residues down whose gradients are outliers."""
         norms = _norms(grads) * (1.0 if now.scale is None else now.scale)
         recent = tf.stack([tensor.recent.read_value() for tensor in tensors])
-        shares, recent = shares_of(norms, recent, self.config.outliers, self.config.max_norm)
+        shares, recent = shares_of(norms, recent, times)
         for tensor, own, share in zip(tensors, tf.unstack(recent), tf.unstack(shares), strict=True):
             tensor.recent.assign(own)
             tf.cond(share < 1, partial(_scale, tensor.residue, share), tf.no_op)

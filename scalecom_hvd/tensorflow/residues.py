@@ -72,24 +72,20 @@ class CompressedTensor:
         self.recent = make_variable((3,), tf.float64, f"scalecom/{name}/recent")
 
 
-def shares_of(
-    norms: tf.Tensor, recent: tf.Tensor, times: float | None, most: float | None
-) -> tuple[tf.Tensor, tf.Tensor]:
+def shares_of(norms: tf.Tensor, recent: tf.Tensor, times: float) -> tuple[tf.Tensor, tf.Tensor]:
     """What RecentNorms.share says of several tensors, to the bit: the shares, and what it notes.
 
     Args:
         norms: (n,), of the tensors' gradients.
         recent: (n, 3), the tensors' `recent`.
-        times, most: as in RecentNorms.share.
+        times: as in RecentNorms.share.
 
     Returns:
         (n,), what the residues must be multiplied by, and (n, 3), the new `recent`.
     """
     longest, count, outliers = tf.unstack(recent, axis=1)
     counts = (norms >= SMALLEST) & tf.math.is_finite(norms)
-    limit = tf.fill(norms.shape, tf.constant(math.inf if most is None else most, norms.dtype))
-    if times is not None:
-        limit = tf.where(count >= LEAST, tf.minimum(limit, times * longest), limit)
+    limit = tf.where(count >= LEAST, times * longest, math.inf)
     is_outlier = counts & (norms > limit)
     power = tf.bitwise.bitwise_and(tf.bitcast(limit / norms, tf.int64), _EXPONENT)
     shares = tf.where(is_outlier, tf.bitcast(power, norms.dtype), 1)

@@ -39,10 +39,5 @@ def test_outliers(kernel, monkeypatch):
     assert compressor.stats()["outliers"] == len(of_this_rank) * len(residues)
 
 
-def test_gradients_longer_than_max_norm():
-    compressor = run_against_reference(rate=10, steps=6, max_norm=10.0)
-    assert compressor.stats()["outliers"]
-
-
 def test_eagerly():
     run_against_reference(rate=100, beta=0.3, traced=False, steps=6)

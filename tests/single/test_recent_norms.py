@@ -52,10 +52,3 @@ def test_without_a_bound_there_are_no_outliers():
     shares, recent = after([1.0] * LEAST + [1e6], times=None)
     assert shares[-1] == 1
     assert recent.outliers == 0
-
-
-def test_a_gradient_longer_than_the_most_is_an_outlier_from_the_first_step_on():
-    recent = RecentNorms()
-    shares = [recent.share(norm, None, 2.0) for norm in (1.0, 2.0, 2.1, 16.0)]
-    assert shares == [1.0, 1.0, 0.5, 0.125]
-    assert recent.outliers == 2

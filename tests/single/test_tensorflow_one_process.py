@@ -86,8 +86,8 @@ def test_the_stats_before_training():
     assert not any(stats.values())
 
 
-@pytest.mark.parametrize(("times", "most"), [(4.0, None), (None, 2.0), (1.0, 2.0), (None, None)])
-def test_outliers_are_in_the_graph_what_recent_norms_says(times, most):
+@pytest.mark.parametrize("times", [4.0, 1.0])
+def test_outliers_are_in_the_graph_what_recent_norms_says(times):
     """To the bit, also at powers of two and next to them, where logarithms are rounded."""
     random = np.random.default_rng(0)
     powers = 2.0 ** random.integers(-60, 40, (60, 8))
@@ -96,9 +96,9 @@ def test_outliers_are_in_the_graph_what_recent_norms_says(times, most):
     norms[unusual] = random.choice([0.0, np.inf, np.nan], unusual.sum())
     expected, recent = [RecentNorms() for _ in range(8)], tf.zeros((8, 3), tf.float64)
     for row in norms:
-        shares, recent = shares_of(tf.constant(row), recent, times, most)
+        shares, recent = shares_of(tf.constant(row), recent, times)
         pairs = zip(expected, row.tolist(), strict=True)
-        assert shares.numpy().tolist() == [own.share(norm, times, most) for own, norm in pairs]
+        assert shares.numpy().tolist() == [own.share(norm, times) for own, norm in pairs]
     noted = [[own.longest, own.count, own.outliers] for own in expected]
     assert recent.numpy().tolist() == noted
 

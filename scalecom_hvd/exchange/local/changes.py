@@ -131,7 +131,3 @@ def check_config(config: ScaleComConfig) -> None:
             "rate='auto' measures the time of each step, but local steps exchange seldom: give "
             "a rate"
         )
-    if config.max_norm is not None:
-        raise ValueError(
-            "max_norm= is for gradients, but local steps send changes: give clip_changes="
-        )
