@@ -5,14 +5,13 @@ Its optimizers accept ScaleCom.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from importlib import import_module as _import_module
 from typing import Any
 
 import horovod._keras as _implementation
 import horovod.tensorflow.keras as _horovod
 import tensorflow as tf
-from horovod.tensorflow.compression import Compression, Compressor
 from horovod.tensorflow.keras import *  # noqa: F403
 
 from scalecom_hvd import monitoring as _monitoring
@@ -63,13 +62,8 @@ def PartialDistributedOptimizer(  # noqa: N802 (of horovod.keras; horovod.tensor
     return wrapped
 
 
-def load_model(
-    filepath: Any,
-    custom_optimizers: Sequence[type] | None = None,
-    custom_objects: Mapping[str, Any] | None = None,
-    compression: type[Compressor] | Compressor = Compression.none,
-    legacy_opts: bool = False,
-) -> tf.keras.Model:
+@_called_as(_horovod.load_model)
+def load_model(compression: Any, **given: Any) -> tf.keras.Model:
     """Horovod's load_model, which also takes `ScaleCom`.
 
     The model's optimizer comes wrapped, with its state. Load the residues separately
@@ -79,9 +73,7 @@ def load_model(
     def wrap(make: type) -> Any:
         return lambda **fields: DistributedOptimizer(make(**fields), compression=compression)
 
-    return _implementation.load_model(
-        tf.keras, wrap, filepath, custom_optimizers, custom_objects, legacy_opts
-    )
+    return _implementation.load_model(tf.keras, wrap, **given)
 
 
 class MonitorCallback(tf.keras.callbacks.Callback):
