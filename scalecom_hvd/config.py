@@ -236,9 +236,14 @@ class ScaleComConfig:
                 "The default is 4"
             )
         self._check_stages()
-        self._check_automatic()
 
     def _check_rates(self) -> None:
+        for glob in (*self.dense, *(self.rates or ())):
+            if glob.startswith("auto:"):
+                raise ValueError(
+                    f"dense and rates no longer accept {glob!r}: name the output layer, or the "
+                    "layer that you mean, such as 'fc.*'"
+                )
         if isinstance(self.rate, Mapping) and min(self.rate, default=1) != 0:
             raise ValueError(
                 "rate as a schedule must map first steps to rates, from step 0 on, such as "
@@ -276,14 +281,6 @@ class ScaleComConfig:
                 "selection='exact' has nothing to choose where every element is sent: leave it "
                 "out, or give a rate above 1"
             )
-
-    def _check_automatic(self) -> None:
-        for glob in (*self.dense, *(self.rates or ())):
-            if glob.startswith("auto:"):
-                raise ValueError(
-                    f"dense and rates no longer accept {glob!r}: name the output layer, or the "
-                    "layer that you mean, such as 'fc.*'"
-                )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ScaleComConfig) and self.to_dict() == other.to_dict()

@@ -145,7 +145,6 @@ class _Bound:
         self.names: dict[Any, str] = {}  # by variable.ref()
         # Of all variables seen so far, by name.
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.rates: dict[str, float] = {}
         self.tensors: dict[str, CompressedTensor] = {}  # of all streams, by _in_stream
         self.exchanges: dict[tuple[int, tuple[str, ...]], Exchange] = {}  # by stream and names
         self.last: dict[Any, Exchange] = {}  # what last averaged a variable, by variable.ref()
@@ -336,11 +335,11 @@ class ScaleCom(Tracked, Compressor):
         return progress
 
     def _rates_of(self, variables: Mapping[str, tf.Variable]) -> dict[str, float]:
-        """Their rates. Globs may match any variable seen so far, and each keeps its first rate."""
+        """Their rates. Globs may match any variable seen so far."""
         bound = self._bound
         bound.shapes |= {name: tuple(variable.shape) for name, variable in variables.items()}
-        bound.rates = self.config.rates_for(bound.shapes) | bound.rates
-        return {name: bound.rates[name] for name in variables}
+        rates = self.config.rates_for(bound.shapes)
+        return {name: rates[name] for name in variables}
 
     def _name_of(self, variable: tf.Variable) -> str:
         """The variable's name without ":0". A second variable of that name gets ".1", and so on."""
