@@ -89,7 +89,7 @@ def collect(limit: float) -> Facts:
     where = children.environment()["PATH"]
     programs = {
         name: path
-        for name in (*LAUNCHERS, "nvidia-smi", "cc")
+        for name in (*LAUNCHERS, "nvidia-smi")
         if (path := shutil.which(name, path=where))
     }
     mpi = children.run(["mpirun", "--version"], 20).output if "mpirun" in programs else ""

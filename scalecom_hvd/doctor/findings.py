@@ -78,8 +78,7 @@ def _frameworks(facts: Facts) -> Found:
         what = f"a SCALECOM_ variable cannot be used: {facts.wrong_setting}"
         yield WRONG, what, "correct or unset it: every training run would end with this error"
     for part, name in FRAMEWORKS.items():
-        error = facts.says(part, "error")
-        if facts.installed.get(part) and error:
+        if error := facts.says(part, "error"):
             advice = "install it again, or uninstall it"
             if "numpy" in error.lower():
                 advice += ", or install the NumPy that it needs (TensorFlow 2.15: 'numpy<2')"
@@ -148,17 +147,13 @@ def _kernels(facts: Facts) -> Found:
     for part, what, instead in asked:
         if facts.says(part, "loaded"):
             continue
-        advice = "build it with the installed C compiler:"
-        if "cc" not in facts.programs:
-            advice = "install a C compiler (Debian, Ubuntu: apt install gcc), and build it:"
-        if facts.checkout:
-            advice = f"{native.ELSEWHERE}, or {advice}"
         why = facts.says(part, "error") or facts.says(part, "warning")
         level, is_so = WRONG, f"cannot be loaded: {why}"
         if facts.says(part, "there") is False:
             level, is_so = MISSING, f"was not built. With {instead}, results are the same, but "
             is_so += "compression is several times slower"
-        yield level, f"{what} {is_so}", advice, native.build_command(facts.checkout)
+        advice, command = native.repair(facts.checkout)
+        yield level, f"{what} {is_so}", f"{advice}:", command
 
 
 def _gpus(facts: Facts) -> Found:

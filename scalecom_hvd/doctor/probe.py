@@ -14,6 +14,8 @@ import logging
 import sys
 from typing import Any
 
+from scalecom_hvd import native
+
 MARK = "scalecom_hvd.doctor.probe: "
 
 
@@ -42,14 +44,7 @@ def _horovod(name: str) -> dict[str, Any]:
     return {part: bool(getattr(hvd, f"{part}_built")()) for part in parts}
 
 
-def _native() -> dict[str, Any]:
-    from scalecom_hvd import native
-
-    return {"there": native.LIBRARY.exists(), "loaded": native.library() is not None}
-
-
 def _operations() -> dict[str, Any]:
-    from scalecom_hvd import native
     from scalecom_hvd.tensorflow import kernels
 
     return {"there": native.OPERATIONS.exists(), "loaded": kernels.operations() is not None}
@@ -61,7 +56,10 @@ PARTS = {
     "tensorflow": _tensorflow,
     "horovod.tensorflow": lambda: _horovod("horovod.tensorflow"),
     "horovod.tensorflow.operations": _operations,
-    "native": _native,
+    "native": lambda: {
+        "there": native.LIBRARY.exists(),
+        "loaded": native.library() is not None,
+    },
     "triton": lambda: {"version": importlib.import_module("triton").__version__},
 }
 

@@ -19,8 +19,6 @@ log = logging.getLogger("scalecom_hvd")
 
 LIBRARY = Path(__file__).with_name("_lanes.so")
 OPERATIONS = Path(__file__).with_name("_tensorflow_ops.so")
-# What also helps if Python imports the package from a checkout, where the kernel was not built.
-ELSEWHERE = "start Python outside of the checkout, if the package is installed too"
 
 WRONG_OFFSETS = (
     "ScaleCom did not receive exactly one leader's offsets: ranks disagree about the step, and so "
@@ -98,12 +96,7 @@ def warn_missing(path: Path, error: Exception, instead: str) -> None:
 
 def how_to_have() -> str:
     """A sentence: what to do if the native kernel is missing."""
-    folder = checkout()
-    elsewhere = f"{ELSEWHERE}, or " if folder else ""
-    return (
-        f"To have the native kernel, {elsewhere}install a C compiler and run "
-        f"{build_command(folder)}"
-    )
+    return f"To have the native kernel, {' '.join(repair(checkout()))}"
 
 
 def checkout() -> str:
@@ -112,8 +105,10 @@ def checkout() -> str:
     return str(folder) if (folder / "setup.py").exists() else ""
 
 
-def build_command(checkout: str) -> str:
-    """The command that builds the kernel of the package that Python imports."""
-    if checkout:
-        return f"pip install -e {checkout}"
-    return "pip install --force-reinstall --no-deps scalecom_hvd"
+def repair(checkout: str) -> tuple[str, str]:
+    """What to do if the native kernel is missing: in words, and the command that builds it."""
+    words = "install a C compiler (Debian, Ubuntu: apt install gcc) and run"
+    if not checkout:
+        return words, "pip install --force-reinstall --no-deps scalecom_hvd"
+    elsewhere = "start Python outside of the checkout, if the package is installed too, or "
+    return elsewhere + words, f"pip install -e {checkout}"
