@@ -2,10 +2,9 @@
 
     python scripts/pictures_of_docs.py
 
-The numbers are in docs/bench.csv, race.csv, study.csv and meetings.csv. docs/bench.csv is the
-steps.csv that `make bench` wrote, and docs/race.csv the curves.csv of `make race`. docs/study.csv
-is the scores.csv of `make study`'s experiments defaults, trials and rivals, and docs/meetings.csv
-that of meetings.
+The numbers are in docs/: bench.csv is the steps.csv that `make bench` wrote, and race.csv the
+curves.csv of `make race`. study.csv is the scores.csv of `make study`'s experiments defaults,
+trials and rivals, and synchronisations.csv that of its experiment synchronisations.
 """
 
 from __future__ import annotations
@@ -161,7 +160,7 @@ def losses(axis: Any, scores: dict[str, dict[str, list[float]]], sign: int, unit
     axis.set_xlabel(f"{unit} lost against dense training (further left is better)")
 
 
-# What the picture of few meetings shows, and the names for it.
+# What the picture of few synchronisations shows, and the names for it.
 SENT = {
     "dense": "dense, every step",
     "32 bits, rate 100": "ScaleCom in 32 bits, every step",
@@ -174,10 +173,10 @@ SENT = {
 }
 
 
-def meetings() -> Any:
+def synchronisations() -> Any:
     """Bits over bytes, with workers that average what 4, 16 and 64 steps changed."""
     found: dict[str, dict[str, dict[int, list[Point]]]] = {}
-    for row in rows_of("meetings.csv"):
+    for row in rows_of("synchronisations.csv"):
         by_h = found.setdefault(row["situation"], {}).setdefault(row["sent"], {})
         by_h.setdefault(int(row["H"]), []).append((float(row["kilobytes"]), float(row["score"])))
     shown = [situation for situation in found if situation.endswith("4 workers")]
@@ -362,7 +361,7 @@ def span(axis: Any, row: int, begin: float, length: float, part: str, said: str)
     axis.text(begin + length / 2, row, said, ha="center", va="center", fontsize=7, **bare)
 
 
-DRAWN = (race, steps, accuracy, meetings, step, lanes, lookahead)
+DRAWN = (race, steps, accuracy, synchronisations, step, lanes, lookahead)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 STANDARD_TASKS = ("resnet", "mobilenet", "lstm", "transformer")
 LONG = 30_000  # in the units of Run.cost
-EXPERIMENTS = ("defaults", "momentum", "rivals", "local", "meetings", "rungs")
+EXPERIMENTS = ("defaults", "momentum", "rivals", "local", "synchronisations", "rungs")
 # What must be trained before an experiment.
 BEFORE = {"trials": "rivals"}
 

@@ -24,7 +24,7 @@ MANY = {"steps": 250, "batch_size": 8, "norm": "group"}
 STEPS = (1, 4, 16)
 QUANTISERS = ("none", "sign")
 SELECTIONS = {"leader": "ScaleCom", "local": "LocalTopK"}
-# Few meetings: what workers send after H steps or, with DeMo, after every step.
+# Few synchronisations: what workers send after H steps or, with DeMo, after every step.
 FADING = {"beta": 1.0, "decay": 0.95}
 SENT: dict[str, tuple[str, dict[str, Any]]] = {
     "plain average": ("dense", {}),
@@ -75,7 +75,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "local top-k, rate 100": ("LocalTopK", {"nu": 1}),
     "one worker alone": ("dense", {"workers": 1}),
 }
-# What workers send after every step, for comparison with few meetings.
+# What workers send after every step, for comparison with few synchronisations.
 EVERY_STEP = {name: FORMS[name] for name in ("dense", "the defaults", "32 bits, rate 100")}
 EVERY_STEP["DeMo, 3 %"] = ("DeMo", {"rate": 33, "dense": (), "warmup": 0.0, "min_numel": 1})
 # What a user trains: {name: (task, fields)}. If a node of four ranks is one worker, it has all
@@ -127,7 +127,7 @@ FACTORS = (0.5, 1, 2)
 MOMENTA = {0.9: 1, 0.5: 5}
 TRIAL_SEED = 11
 # Steps of --quick, of which local steps take a whole number of rounds; elsewhere 150.
-QUICK_STEPS = {"local": 144, "meetings": 128}
+QUICK_STEPS = {"local": 144, "synchronisations": 128}
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def cases(tasks: tuple[str, ...], seeds: tuple[int, ...], quick: bool) -> list[C
     found = [*defaults(tasks, quick), *momentum(tasks, quick), *trials(tasks, quick)]
     found += [*local(own, quick), *rungs(tasks, quick)]
     if "lstm" in tasks:
-        found += [*meetings(quick)]
+        found += [*synchronisations(quick)]
     return [dataclasses.replace(case, runs=tuple(with_seeds(case, seeds, quick))) for case in found]
 
 
@@ -160,7 +160,7 @@ def with_seeds(case: Case, seeds: tuple[int, ...], quick: bool) -> Iterator[Run]
     if quick:
         run = dataclasses.replace(run, steps=QUICK_STEPS.get(case.experiment, 150))
     wanted = {"momentum": 2, "local": 3}.get(case.experiment, len(seeds))
-    if case.experiment == "meetings":
+    if case.experiment == "synchronisations":
         *_, wanted = MEETINGS[case.group]
     if quick or run.workers >= 64:
         wanted = 1
@@ -275,8 +275,8 @@ def local(tasks: list[str], quick: bool) -> Iterator[Case]:
                     yield case("local", task, what, task, method, h, **fields, **options)
 
 
-def meetings(quick: bool) -> Iterator[Case]:
-    """5. Few meetings: what an outer optimizer wins back, and how little may be sent.
+def synchronisations(quick: bool) -> Iterator[Case]:
+    """5. Few synchronisations: what an outer optimizer wins back, and how little may be sent.
 
     Workers step by AdamW, and all cases take equally many gradients. Every tensor from 256 elements
     on is compressed.
@@ -284,10 +284,10 @@ def meetings(quick: bool) -> Iterator[Case]:
     for group, (task, own, apart, asked, _) in [*MEETINGS.items()][: 1 if quick else None]:
         fields = {"optimizer": "adamw"} | own
         for what, (method, options) in EVERY_STEP.items():
-            yield case("meetings", group, what, task, method, 1, **fields | options)
+            yield case("synchronisations", group, what, task, method, 1, **fields | options)
         for h, what in itertools.product(*((apart[:1], MAIN) if quick else (apart, asked))):
             method, options = SENT[what]
             more = {"local_steps": h} | fields | options
             if method != "dense":
                 more |= {"dense": (), "warmup": 0.0, "min_numel": 256}
-            yield case("meetings", group, what, task, method, h, **more)
+            yield case("synchronisations", group, what, task, method, h, **more)

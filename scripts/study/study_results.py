@@ -120,7 +120,7 @@ class Study:
         common = {
             "rivals": ("dense", "the defaults"),
             "local": ("leader top-k, none",),
-            "meetings": ("dense", "plain average"),
+            "synchronisations": ("dense", "plain average"),
         }
         case = scores.case
         among = [
@@ -193,7 +193,9 @@ TABLES = {
         "Local steps and quantised values", "H", ("kB per step", "kB compressed", *TO_LOSS)
     ),
     "rungs": Table("The rungs of rate='auto'", "", ("better", "kB per step")),
-    "meetings": Table("Few meetings", "H", ("better", "kB per step", *TO_LOSS, *SLOWER, *SECONDS)),
+    "synchronisations": Table(
+        "Few synchronisations", "H", ("better", "kB per step", *TO_LOSS, *SLOWER, *SECONDS)
+    ),
 }
 
 
