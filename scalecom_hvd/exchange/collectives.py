@@ -141,7 +141,7 @@ class Wait(Generic[Result]):
     def __init__(
         self, what: str, work: Work, round: int, then: Callable[[Any], Result] | None = None
     ) -> None:
-        self.what, self.work, self.round, self._then = what, work, round, then
+        self.what, self.work, self.round, self.then = what, work, round, then
         self.is_over = False
 
     def __iter__(self) -> Generator[Wait[Any], None, Result]:
@@ -152,7 +152,7 @@ class Wait(Generic[Result]):
         """The result; blocks until it is there."""
         result: Any = self.work.wait()
         self.is_over = True
-        return result if self._then is None else self._then(result)
+        return result if self.then is None else self.then(result)
 
 
 Step = Generator[Wait[Any], None, Result]

@@ -88,7 +88,7 @@ class Progress:
     def complete_state(self) -> None:
         """Wait until the method's state can be used."""
         if self.state_arrives is not None:
-            self.state_arrives.work.wait()
+            self.state_arrives.now()
             self.state_arrives = None
 
     def roll_back(self) -> None:

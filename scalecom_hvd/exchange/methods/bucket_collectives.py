@@ -61,11 +61,15 @@ class BucketCollectives:
 
     def broadcast_choice(self, choice: torch.Tensor, root: int) -> Wait[torch.Tensor]:
         """As `broadcast`, of offsets and the scales of integers, into `bucket.new_offsets()`."""
-        message = self._bucket.choices.pack(choice)
+        choices = self._bucket.choices
+        message = choices.pack(choice)
         work = self._collectives.broadcast(message, root, self._name(f"offsets.{self.bucket}"))
-        if message is not choice:
-            work = _Unpacked(work, self._bucket, choice)
-        return self._wait("offsets", work, "offsets", message)
+
+        def unpacked(message: torch.Tensor) -> torch.Tensor:
+            choices.unpack(message, choice)
+            return choice
+
+        return self._wait("offsets", work, "offsets", message, unpacked)
 
     def average(self, values: torch.Tensor, name: str = "values") -> Wait[torch.Tensor]:
         """Average values (float32 or float64) over ranks, in place, or sum them if it is asked for.
@@ -130,21 +134,3 @@ class BucketCollectives:
         wait = Wait(what, work, len(self.waits) + 1, then)
         self.waits.append(wait)
         return wait
-
-
-class _Unpacked:
-    """A choice on its way, which is unpacked when it has arrived."""
-
-    def __init__(self, work: Work, bucket: BucketStep, choice: torch.Tensor) -> None:
-        self._work, self._bucket, self._choice = work, bucket, choice
-        self._is_unpacked = False
-
-    def done(self) -> bool:
-        return self._work.done()
-
-    def wait(self) -> torch.Tensor:
-        message = self._work.wait()
-        if not self._is_unpacked:
-            self._bucket.choices.unpack(message, self._choice)
-            self._is_unpacked = True
-        return self._choice

@@ -147,7 +147,7 @@ class ScaleCom(Method):
         offsets = bucket.new_offsets() if chosen is None else chosen
         travelling = collectives.broadcast_choice(offsets, collectives.leader(later=1))
         # By the next step, every rank has submitted it.
-        arrives: Wait[torch.Tensor] = Wait("offsets", travelling.work, round=0)
+        arrives = Wait("offsets", travelling.work, round=0, then=travelling.then)
         parts = bucket.choices.split(offsets)
         own = {name: {**old, **parts[name]} for name, old in state.tensors.items()}
         return dataclasses.replace(state, tensors=own, arrives=arrives)
