@@ -2,7 +2,7 @@
 
 Horovod makes its optimizer's class from a copy of `_DistributedOptimizer.__dict__`, and that copy's
 methods call `super(self.__class__, self)`, so the class cannot be subclassed (0.28.1,
-optimizer.py:598). This module makes its class in the same way, with Horovod's two reduce methods
+optimizer.py:598). This module makes its class in the same way, with Horovod's reduce method
 replaced. Hooks, accumulation, clipping, closures and state remain Horovod's. synchronize and
 load_state_dict do too, but they look at the exchange first. With local steps there are no hooks,
 and `step` is replaced as well.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import horovod.torch as horovod
@@ -250,12 +250,6 @@ def _send_sparse(self: Any, p: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: where_it_ends(wait, p.device)  # Horovod divides there
 
 
-def _grouped_allreduce_grad_async(self: Any, ps: Sequence[torch.Tensor]) -> None:
-    raise RuntimeError(
-        "Horovod grouped gradients although scalecom_hvd does so itself: is this Horovod 0.28.1?"
-    )
-
-
 @not_compiled
 def _synchronize(self: Any) -> None:
     """Do what Horovod's method does, unless no rank has gradients that are not exchanged yet."""
@@ -294,12 +288,11 @@ _COMPRESSION = "This optimizer's ScaleCom, or other method, with stats() and sta
 
 
 def _members(gradients: OptimizerGradients | None) -> dict[str, Any]:
-    """The members of Horovod's class, with the reduce methods replaced."""
+    """The members of Horovod's class, with the reduce method replaced."""
     # __module__ stays Horovod's: broadcast_optimizer_state looks at it (functions.py:105).
     return dict(horovod_optimizer._DistributedOptimizer.__dict__) | {
         "_gradients": gradients,
         "_allreduce_grad_async": _allreduce_grad_async,
-        "_grouped_allreduce_grad_async": _grouped_allreduce_grad_async,
         "synchronize": _synchronize,
         "step": _step,
         "load_state_dict": _load_state_dict,
