@@ -73,7 +73,6 @@ class Exchange(Averager):
             is complete. None: this exchange begins the run.
 
     Attributes:
-        has_sent: whether values left residues in the last step.
         agreed: whether ranks have agreed, so that buckets may begin before `finish`.
         part: which tensors the coming step is about, the same on all ranks. None: all of them.
         streams: the streams on which the exchange works.
@@ -101,7 +100,7 @@ class Exchange(Averager):
         self.part: Part | None = None
         self.names = Names(collectives.numbers)
         self._like = dict(like)
-        self.has_sent = self.agreed = self._finishing = False
+        self.agreed = self._finishing = False
         self._restarted = collectives.restarts()
         self._options, self._face = options or Options(), face or Face()
         self._settings = method.settings | dict(settings or {})
@@ -315,12 +314,10 @@ class Exchange(Averager):
                 self._abort()
                 raise
 
-    def notice_restart(self) -> bool:
-        """If ranks were started anew (elastic runs), forget everything, and return True."""
-        restarted = self._restarted()
-        if restarted:
-            self._abort(restarted)
-        return restarted
+    def notice_restart(self) -> None:
+        """If ranks were started anew (elastic runs), forget everything."""
+        if self._restarted():
+            self._abort(restarted=True)
 
     # One step.
 
@@ -417,7 +414,6 @@ class Exchange(Averager):
         self._last = dict(self._submitted), ends, chosen, names
         if self.node is not None:
             counts, votes = self.node.counts(counts, self.residues.step, votes)
-        self.has_sent = counts and not self._whole
         if counts:
             self._commit(part, unused, ends, votes)
         else:  # as if it never happened: some rank had a gradient that is not finite

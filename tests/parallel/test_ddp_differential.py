@@ -275,12 +275,15 @@ class Run:
         self.optimizer.zero_grad(set_to_none=step["to_none"])
 
     def average(self, number, micro, step):
+        before = 0 if self.state is None else self.compression.residues.step
         self.let_add_up(1)
         self.loss(number, micro, step).backward()
         self.note_averages()
         self.synchronize()
         if self.state is not None:
-            self.threw_away |= self.compression.run.averager.has_sent
+            stats = self.compression.stats()
+            has_sent = stats["bytes_values"] or stats["bytes_gathered"]
+            self.threw_away |= stats["step"] > before and bool(has_sent)
 
     def go_where_it_is_steep(self, number, step):
         """Take a sharpness-aware step along the average, or along each rank's own gradient."""
