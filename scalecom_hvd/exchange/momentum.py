@@ -262,8 +262,10 @@ def _is_outer(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
-def _begin(optimizer: torch.optim.Optimizer) -> None:
-    """Gradients are here: mix them into the momenta."""
+def _begin(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Gradients are here: mix them into the momenta, unless they are mixed already."""
+    if optimizer in _begun:
+        return
     is_outer = _is_outer(optimizer)
     mixes = [mix for each in list(_everyone) for mix in each.mixes_of(optimizer, is_outer)]
     if mixes and _takes_step(optimizer):
@@ -330,7 +332,7 @@ def _before_step(
         _release(optimizer)
         if getattr(optimizer, "_optimizer_step_pre_hooks", False):
             # The optimizer's own hooks come after this one, and may clip gradients.
-            _last[optimizer] = optimizer.register_step_pre_hook(not_compiled(_begin_last))
+            _last[optimizer] = optimizer.register_step_pre_hook(not_compiled(_begin))
         else:
             _begin(optimizer)
         return None
@@ -339,16 +341,10 @@ def _before_step(
     def closed(*own: Any, **named: Any) -> Any:
         """Compute gradients; optimizers call this before they use any."""
         result = closure(*own, **named)
-        if optimizer not in _begun:
-            _begin(optimizer)
+        _begin(optimizer)
         return result
 
     return (first, closed, *rest[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
-
-
-def _begin_last(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if optimizer not in _begun:
-        _begin(optimizer)
 
 
 def _release(optimizer: torch.optim.Optimizer) -> None:
