@@ -150,7 +150,7 @@ class LocalSteps(Averager):
             part_of=self,
         )
         method.run.begin(self.common, self)
-        register(self, travels=overlap > 0)
+        register(self)
 
     @property
     def active(self) -> bool:

@@ -22,14 +22,13 @@ if TYPE_CHECKING:
 _alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
 
 
-def register(local: LocalSteps, travels: bool) -> None:
-    """Remember local steps as long as they live. travels: whether averages do while steps go on."""
+def register(local: LocalSteps) -> None:
+    """Remember local steps as long as they live."""
     _alive.add(local)
-    if travels:
-        # A script may end while averages travel. The rank that ends first shuts Horovod down, and
-        # the others would fail. This is registered after Horovod's function, so it is called first.
-        atexit.unregister(collect_all)
-        atexit.register(collect_all)
+    # A script may end while averages travel. The rank that ends first shuts Horovod down, and the
+    # others would fail. This is registered after Horovod's function, so it is called first.
+    atexit.unregister(collect_all)
+    atexit.register(collect_all)
 
 
 def any_held() -> bool:
