@@ -296,10 +296,10 @@ class Bucket:
             return self.values.averages
         averages = self.values.averages_of(self.slots, offsets, self.share)
         if averages is None:
-            averages = self.scaled(self.values.sums(), offsets).mul_(self.share)
+            averages = self._scaled(self.values.sums(), offsets).mul_(self.share)
         return averages
 
-    def scaled(self, sums: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def _scaled(self, sums: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Sums of integers (k,), times the scales that travel with the offsets."""
         values = sums.to(self.residue_dtype)
         if self._scale_of is not None:

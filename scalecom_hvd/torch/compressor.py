@@ -19,6 +19,10 @@ _NEEDS_PARAMETERS = (
     "compression=ScaleCom(named_parameters=model.named_parameters()), or import scalecom_hvd.torch "
     "as hvd and use its DistributedOptimizer, which takes compression=hvd.ScaleCom"
 )
+_ELSEWHERE = (
+    "{} works only in this package's DistributedOptimizer: import scalecom_hvd.torch as hvd, and "
+    "leave named_parameters out of ScaleCom"
+)
 
 
 class ScaleCom(methods.ScaleCom):
@@ -32,7 +36,7 @@ class ScaleCom(methods.ScaleCom):
             required there.
         process_set: the process set given to the optimizer.
 
-    There, ScaleCom works with look-ahead, and takes no quantiser, schedule of rates or
+    There, ScaleCom works with look-ahead and 32 bits, and takes no quantiser, schedule of rates or
     diagnostics.
     """
     )
@@ -44,6 +48,11 @@ class ScaleCom(methods.ScaleCom):
         process_set: ProcessSet | None = None,
         **settings: Any,
     ) -> None:
+        if named_parameters is not None:
+            # Horovod's own optimizer sums floats, so values cannot be integers there.
+            self.uses = tuple(one for one in self.uses if one != "bits")
+            if settings.get("bits") not in (None, 32):
+                raise TypeError(_ELSEWHERE.format(f"bits={settings['bits']!r}"))
         super().__init__(**settings)
         self._process_set = process_set
         self._named_parameters = None if named_parameters is None else _by_name(named_parameters)
@@ -94,10 +103,7 @@ class ScaleCom(methods.ScaleCom):
             (self.diagnostics is not None, "diagnostics=..."),
         ):
             if asked:
-                raise TypeError(
-                    f"{what} works only in this package's DistributedOptimizer: import "
-                    "scalecom_hvd.torch as hvd"
-                )
+                raise TypeError(_ELSEWHERE.format(what))
         if self._named_parameters is None:
             raise TypeError(_NEEDS_PARAMETERS)
         self.settle(every_step=True)

@@ -5,8 +5,7 @@ must not wait: ranks may miss different gradients, so it may wait forever. So th
 look-ahead. When the last result of a step has come, the next leader's offsets are broadcast, all in
 one. When they are needed, every rank has submitted this. The first step is sent whole.
 
-Here Horovod does the averaging, in the dtype of what it is given. So few-bit integers travel in
-float32 (float_words.py).
+Here Horovod does the averaging, in the dtype of what it is given, so values have 32 bits.
 
 If no rank has a new gradient, Horovod's synchronize() compresses every gradient again
 (news.py). Then the gradients are sent and averaged as without compression, and residues,
@@ -36,7 +35,6 @@ from scalecom_hvd.exchange.new_gradients import CHANGED, Found, Mark, judge
 from scalecom_hvd.exchange.residue import CompressedTensor, torch_dtype
 from scalecom_hvd.exchange.run import Averager
 from scalecom_hvd.schedule import leader
-from scalecom_hvd.torch import float_words
 from scalecom_hvd.torch.news import News
 
 
@@ -58,14 +56,10 @@ class Ahead:
     buffer: torch.Tensor
     work: Work | None = None
 
-    def of(self, tensor: CompressedTensor) -> dict[str, torch.Tensor]:
-        """A tensor's next choice: {"offsets": (k,)}, and for integers "scales" (blocks,)."""
-        layout, name = self.layout, tensor.name
+    def of(self, tensor: CompressedTensor) -> torch.Tensor:
+        """The offsets (k,) of a tensor's next choice."""
         dtype = torch_dtype(tensor.geometry.offset_dtype)
-        found = {"offsets": self.buffer[layout.offsets[name]].view(dtype)}
-        if tensor.levels:
-            found["scales"] = self.buffer[layout.scales[name]].view(torch.float32)
-        return found
+        return self.buffer[self.layout.offsets[tensor.name]].view(dtype)
 
 
 class PerTensor(Averager):
@@ -130,7 +124,7 @@ class PerTensor(Averager):
                 continue
             ahead.work.wait()
             for tensor in ahead.tensors:
-                self._run.tensor_states[tensor.name].update(ahead.of(tensor))
+                self._run.tensor_states[tensor.name]["offsets"] = ahead.of(tensor)
             # The views keep this buffer alive; the next offsets arrive in a new one. A tensor that
             # does not come in a step keeps its offsets.
             ahead.buffer, ahead.work = ahead.buffer.clone(), None
@@ -213,7 +207,6 @@ class PerTensor(Averager):
             self._handed_over["dense"] += whole.numel() * whole.element_size()
             return whole, Sent(name, grad.dtype, None)
 
-        tensor = self._residues.tensors[name]
         try:
             choice = step.choices.join(self._run.tensor_states)
             chosen = finished(step.take_and_accumulate(choice, choose=self._chooses()))
@@ -224,10 +217,7 @@ class PerTensor(Averager):
             raise
         if chosen is not None:
             self._keep_choice(step, chosen)
-        if tensor.levels:
-            values = float_words.pack(step.taken, tensor.levels, self.collectives.size)
-        else:
-            values = step.taken.clone()  # Horovod averages in place, and a roll-back needs them
+        values = step.taken.clone()  # Horovod averages in place, and a roll-back needs them
         # One NaN in the values becomes one in the average, and so tells every rank that this
         # gradient was not finite on some rank.
         is_bad = torch.as_tensor(step.bad != 0, device=values.device)
@@ -260,12 +250,6 @@ class PerTensor(Averager):
                 "call zero_grad() and backward() again"
             )
         step, tensor = self._steps[sent.name], self._residues.tensors[sent.name]
-        k, levels = tensor.geometry.k, tensor.levels
-        if levels and result.isfinite().all():
-            sums, share = float_words.unpack(result, k, levels, self.collectives.size)
-            result = self._buckets[sent.name].scaled(sums, sent.choice) * share
-        elif levels:  # some rank's gradient was not
-            result = result.new_full((k,), math.nan)
         average = result.to(tensor.residue.dtype) / self._scale
         flat = torch.empty_like(step.grads[sent.name])
         bad = ~average.to(flat.dtype).isfinite().all()
@@ -402,8 +386,7 @@ class PerTensor(Averager):
     def _keep_choice(self, step: BucketStep, chosen: torch.Tensor) -> None:
         for name, own in step.choices.split(chosen).items():
             tensor = self._residues.tensors[name]
-            for what, value in self._ahead[tensor.residue.device].of(tensor).items():
-                value.copy_(own[what])
+            self._ahead[tensor.residue.device].of(tensor).copy_(own["offsets"])
 
     def _make_buckets(self) -> None:
         """Make one bucket for each tensor, and room for the offsets of all.
@@ -417,7 +400,7 @@ class PerTensor(Averager):
             self._buckets[name] = Bucket(number, [name], self._parameters, tensors, size)
         for device, own in by_device.items():
             geometries = {tensor.name: tensor.geometry for tensor in own}
-            layout = Layout(geometries, has_scales=own[0].levels > 0)
+            layout = Layout(geometries)
             buffer = torch.zeros(layout.offsets_bytes, dtype=torch.uint8, device=device)
             self._ahead[device] = Ahead(own, layout, buffer)
 
