@@ -30,9 +30,16 @@ class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
 def current_backward() -> int:
     """The number of the backward pass that calls this; -1: none does. Later ones have larger ones.
 
-    There is no public way to ask.
+    Raises:
+        RuntimeError: PyTorch no longer tells it. There is no public way to ask.
     """
-    return torch._C._current_graph_task_id()
+    ask = getattr(torch._C, "_current_graph_task_id", None)
+    if ask is None:
+        raise RuntimeError(
+            f"PyTorch {torch.__version__} does not say which backward pass runs: take 2.13, "
+            "with which this library is tested"
+        )
+    return ask()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
