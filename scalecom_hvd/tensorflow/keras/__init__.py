@@ -5,7 +5,6 @@ Its optimizers accept ScaleCom.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from importlib import import_module as _import_module
 from typing import Any
 
@@ -34,32 +33,6 @@ def DistributedOptimizer(**given: Any) -> Any:  # noqa: N802 (Horovod's name)
     scalecom_hvd.tensorflow.DistributedOptimizer. All other arguments work as in Horovod.
     """
     return _wrap(_horovod.DistributedOptimizer, given)
-
-
-def PartialDistributedOptimizer(  # noqa: N802 (of horovod.keras; horovod.tensorflow.keras lacks it)
-    optimizer: Any,
-    *args: Any,
-    local_layers: tf.keras.layers.Layer | Iterable[tf.keras.layers.Layer] | None = None,
-    **kwargs: Any,
-) -> Any:
-    """DistributedOptimizer, with some layers whose gradients stay on their rank.
-
-    Args:
-        optimizer, args, kwargs: as in DistributedOptimizer.
-        local_layers: the layers whose gradients stay on their rank. They must be built.
-
-    Raises:
-        ValueError: `local_layers` are no layers; or as in DistributedOptimizer.
-    """
-    one = isinstance(local_layers, tf.keras.layers.Layer)
-    layers: list[tf.keras.layers.Layer] = [local_layers] if one else list(local_layers or ())
-    if not all(isinstance(layer, tf.keras.layers.Layer) for layer in layers):
-        raise ValueError("All local layers must be of tf.keras.layers.Layer type.")
-    wrapped = DistributedOptimizer(optimizer, *args, **kwargs)
-    for layer in layers:
-        for variable in layer.trainable_weights:
-            wrapped.register_local_var(variable)
-    return wrapped
 
 
 @_called_as(_horovod.load_model)
@@ -117,5 +90,4 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [name for name in dir(_horovod) if not name.startswith("_")]
-__all__ += ["Monitor", "MonitorCallback", "PartialDistributedOptimizer"]
-__all__ += ["ScaleCom", "ScaleComConfig"]
+__all__ += ["Monitor", "MonitorCallback", "ScaleCom", "ScaleComConfig"]
