@@ -61,7 +61,7 @@ class ScaleCom(Method):
         >>> ScaleCom(rate=8, bits=4)
     """
 
-    uses = OPTIONAL
+    uses: tuple[str, ...] = OPTIONAL
     equal_state = ("offsets", "scales")
 
     def __init__(self, *, quantiser: Any = None, **settings: Any) -> None:
