@@ -58,10 +58,6 @@ _SKIPPED = (
     "finite, or beyond 2**100. Look for NaN in the data and the loss of every rank, or lower the "
     "learning rate or the loss scale"
 )
-_IDLE = (
-    "step %d: so far, all gradients of this rank have been zero. Look at its loss and its data, "
-    "and whether the loss depends on the parameters"
-)
 
 
 def growth_limit(rates: Iterable[float], config: ScaleComConfig) -> float:
@@ -161,8 +157,6 @@ class Health:
         self.norms = [[0.0] * 3, [0.0] * 3]
         self._warned = False
         self._skips = 0
-        # Whether a warning said that all gradients are zero; None before the first look.
-        self._is_idle: bool | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -179,24 +173,14 @@ class Health:
         """Note that a step counted."""
         self._skips = 0
 
-    def look(
-        self, step: int, residues: float, gradients: float, limit: float, is_idle: bool = False
-    ) -> None:
+    def look(self, step: int, residues: float, gradients: float, limit: float) -> None:
         """Take in the norms of one step. Logs a warning, once, if residues keep growing.
-
-        It also logs one if this rank had no gradient but zeros in two looks and between them.
 
         Args:
             step: its number.
             residues, gradients: the norms of what waits (residues / beta), and of the gradients.
             limit: as growth_limit gives it.
-            is_idle: whether no gradient of this rank has ever been anything but zero.
         """
-        if is_idle and self._is_idle is False:
-            self._is_idle = True
-            log.warning(_IDLE, step)
-        elif self._is_idle is None:
-            self._is_idle = False
         self.norms = [[*self.norms[0][1:], residues], [*self.norms[1][1:], gradients]]
         waiting, own = self.norms
         if not self._warned and keep_growing(waiting, own, limit):

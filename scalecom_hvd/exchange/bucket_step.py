@@ -382,11 +382,6 @@ class BucketStep:
         large = [name for name, own in norms.items() if math.isinf(own)]
         return norms | {name: norm([self.grads[name]]) * self.scale for name in large}
 
-    def has_whole_gradients(self) -> bool:
-        """Whether a gradient that is sent whole is not zero. Reads them all."""
-        others = [grad for name, grad in self.grads.items() if name not in self.compressed]
-        return any(bool(grad.any()) for grad in others)
-
     # How it ends.
 
     def commit(self, unused: Collection[str] = ()) -> None:

@@ -438,8 +438,6 @@ class Exchange(Averager):
         steps, due = [progress.step for progress in part], self.residues.norms_due()
         for step in steps:
             norms = {} if self._whole else step.gradient_norms()
-            if due and self.residues.is_idle and step.has_whole_gradients():
-                self.residues.is_idle = False
             step.commit(unused.intersection(step.names))
             if due and norms:
                 self._norms[step.number] = step.residue_norm(), math.hypot(*norms.values())

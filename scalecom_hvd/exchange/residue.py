@@ -102,8 +102,6 @@ class Residues:
         # {name: rate} of the compressed tensors in the last step. Empty: all was sent whole.
         self._last_rates: dict[str, float] = {}
         self.given_back: set[str] = set()
-        # Whether all gradients that this rank was seen to have were zero.
-        self.is_idle = True
         self.health = Health()
         # How many synchronisations there are in a number of steps: fewer with local steps.
         self.synchronisations_in: Callable[[int], int] = int
@@ -193,9 +191,7 @@ class Residues:
         residues, grads = (math.hypot(*(pair[which] for pair in norms)) for which in (0, 1))
         limit = growth_limit([tensor.rate for tensor in self.tensors.values()], self.config)
         waits = residues / self.config.beta
-        if grads or any(tensor.norms.count for tensor in self.tensors.values()):
-            self.is_idle = False
-        self.health.look(self.step, waits, grads, limit, self.is_idle)
+        self.health.look(self.step, waits, grads, limit)
 
     def scale_after_outliers(self, norms: Mapping[str, float]) -> None:
         """Scale down residues whose gradients' norms {name: norm} are outliers."""

@@ -348,7 +348,6 @@ class PerTensor(Averager):
 
     def _count_step(self, seen: Mapping[str, BucketStep]) -> None:
         residues = self._residues
-        residues.is_idle = False  # Horovod averages other gradients unseen
         norms = {step: step.gradient_norms() for step in seen.values() if not self._whole}
         if residues.norms_due() and not self._whole:
             residues.look([(s.residue_norm(), math.hypot(*n.values())) for s, n in norms.items()])

@@ -70,14 +70,6 @@ def test_residues_that_keep_growing(caplog, norms, warnings):
     assert health.ratio == (pytest.approx(norms[-1][0] / largest) if largest else None)
 
 
-def test_gradients_that_have_always_been_zero(caplog):
-    health = Health()
-    for number, is_idle in enumerate([True, True, True]):
-        health.look(100 * number, 1.0, 0.0, 50.0, is_idle)
-        assert len(caplog.records) == min(number, 1)
-    assert "step 100: so far, all gradients of this rank have been zero" in caplog.text
-
-
 def test_steps_that_never_count(caplog):
     health = Health()
     for skips in (19, 25, 3):  # only the second of these warns
