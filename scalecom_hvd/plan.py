@@ -38,8 +38,6 @@ WORTH_IT = 1.1
 AVERAGING = {
     "dense": "dense (no compression)",
     "fp16": "Horovod's fp16",
-    "LocalTopK": "LocalTopK",
-    "random-k": "RandomK",
     "ScaleCom staggered": "ScaleCom",
     "ScaleCom look-ahead": "ScaleCom, lookahead=True",
 }
@@ -98,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--mbit", positive, "nominal speed of each worker's network link in Mbit/s"),
         ("--compute-ms", positive, "milliseconds of a step's forward and backward alone"),
         ("--gpus-per-node", whole, "number of workers that share a network link (default: 1)"),
-        ("--rate", positive, "one element in N is sent (default: 8 by ScaleCom, 100 by others)"),
+        ("--rate", positive, "one element in N is sent (default: 8)"),
         ("--bits", _whole_number(2), "bits of each of ScaleCom's values (default: 4)"),
         ("--local-steps", whole, "a number of local steps to show besides 4 and 16"),
         ("--steps", whole, "steps of the whole run: its time, and whether it is too short"),
@@ -188,11 +186,11 @@ def compare(s: Setting, c: Constants, local_steps: list[int]) -> list[Row]:
 
 
 def recommended(rows: list[Row]) -> Row:
-    """What to set: the simplest of dense, fp16 and ScaleCom's forms within WORTH_IT of the fastest.
+    """What to set: the simplest of dense, fp16 and ScaleCom within WORTH_IT of the fastest.
 
-    Simpler ones cost less accuracy.
+    Simpler ones cost less accuracy. Look-ahead costs too much to be recommended.
     """
-    names = ("dense", "fp16", NODES, "ScaleCom staggered", "ScaleCom look-ahead")
+    names = ("dense", "fp16", NODES, "ScaleCom staggered")
     candidates = [row for name in names for row in rows if row.method == name]
     fastest = min(row.milliseconds for row in candidates)
     return next(row for row in candidates if row.milliseconds <= WORTH_IT * fastest)
@@ -201,12 +199,12 @@ def recommended(rows: list[Row]) -> Row:
 def heading(s: Setting, nccl: bool) -> str:
     """The setting that the user asked for."""
     sums = "on GPUs (NCCL)" if nccl else "by processors (Gloo, MPI; --nccl: on GPUs)"
-    (rate, bits), (other, _) = scaling.sends("ScaleCom", s), scaling.sends("LocalTopK", s)
+    rate, bits = scaling.sends("ScaleCom", s)
     each = "each" if s.per_node == 1 else f"for each node of {s.per_node}"
     return (
         f"{s.numel / 1e6:,.4g} M parameters, {s.workers} workers with {_speed(s.gbit)} {each}, "
         f"{s.compute:g} ms of compute a step. Gradients are summed {sums}. ScaleCom sends one "
-        f"element in {rate:g} in {bits} bits, LocalTopK and RandomK one in {other:g} in 32."
+        f"element in {rate:g} in {bits} bits."
     )
 
 
@@ -228,8 +226,7 @@ def advice(s: Setting, c: Constants, rows: list[Row], steps: int | None) -> Iter
             f"Leave compression out: it would not make steps {WORTH_IT:g} times as fast here, and "
             f"dense training costs no accuracy.{_whole_run([dense], steps)}"
         )
-        ours = "ScaleCom staggered", "ScaleCom look-ahead"
-        ends = max(scaling.where_the_gain_ends(name, s, c, WORTH_IT) for name in ours)
+        ends = scaling.where_the_gain_ends("ScaleCom staggered", s, c, WORTH_IT)
         if ends > 0.01:
             yield f"- ScaleCom would pay on networks slower than {_speed(ends)}."
     else:
@@ -272,15 +269,12 @@ def _setting(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
         return
     given = {"rate": s.rate, "bits": s.bits}
     settings = [f"{name}={number:g}" for name, number in given.items() if number]
-    settings += ["lookahead=True"] * choice.label.endswith("=True")
     words, nodes = ", ".join([*settings, f"total_steps={steps or '...'}"]), choice.method == NODES
     yield f"    compression=hvd.ScaleCom({words}){', nodes=True' * nodes}  # on Horovod"
     yield f"    ScaleComState(model, {words}{', mesh=mesh' * nodes})  # under torchrun"
 
 
 def _accuracy(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
-    if choice.method == "ScaleCom look-ahead":
-        yield "- lookahead=True costs accuracy. If accuracy comes first, leave it out."
     yield "- How to tune it: docs/tuning.md. What it costs in accuracy: docs/results.md."
     rate, _ = scaling.sends(choice.method, s)
     if steps is None:
@@ -304,7 +298,7 @@ def caveats(s: Setting, nccl: bool) -> str:
         "This is a model, not a measurement. Its constants are fitted to steps of 24.8 M "
         "parameters on 2 to 8 hosts of one machine, over Gloo (docs/speed.md). For ScaleCom, it "
         "agrees with the measured steps within 13 %. Dense steps at 1 Gbit/s took 1.3 to 2.4 times "
-        "as long as it says. LocalTopK and RandomK are composed from measured parts. "
+        "as long as it says. "
     )
     if nccl:
         said += "With NCCL nothing was measured: the model assumes that sums cost nothing. "

@@ -3,13 +3,12 @@
 `python -m scalecom_hvd plan` uses it to say what a method would bring.
 scripts/bench/scaling_model.py fits its constants to what `make bench` measured. Framework-free.
 
-This is the model (in `traffic` and `predict`). Gradients become ready evenly over
-backward, which is two thirds of the compute. A bucket's collectives follow each other, and those of
-the last bucket cannot hide. A collective costs a negotiation, its hops (2(n-1) for a ring's
-all-reduce, log2 n for a broadcast), and its bytes at the network's speed. "local top-k" gathers the
-values and indices of n choices; LocalTopK is this package's, whose indices are offsets. Look-ahead
-hides the broadcast of offsets and scales behind the next forward and backward. Local steps send
-what the method sends, once in H steps, and hide none of it.
+This is the model (in `traffic` and `predict`). Gradients become ready evenly over backward, which
+is two thirds of the compute. A bucket's collectives follow each other, and those of the last bucket
+cannot hide. A collective costs a negotiation, its hops (2(n-1) for a ring's all-reduce, log2 n for
+a broadcast), and its bytes at the network's speed. "local top-k" gathers the values and indices of
+n choices. Look-ahead hides the broadcast of offsets and scales behind the next forward and
+backward. Local steps send what the method sends, once in H steps, and hide none of it.
 
 Five kinds of constants are fitted to the measured steps: the share of the nominal speed that is
 reached, one negotiation, one hop, and, for each method, the processor's time per step and per
@@ -100,11 +99,6 @@ _PROCESSOR = {  # {method: (ms per step, ms per megabyte)}
     "local SGD": (8.64, 6.259),
     "ScaleCom local": (17.74, 0.17),
 }
-# Methods that were not measured: random-k takes and scatters values as ScaleCom does. LocalTopK
-# chooses by ScaleCom's kernel, on every worker, and its gathered bytes cost what those of local
-# top-k cost.
-_PROCESSOR["random-k"] = _PROCESSOR["ScaleCom staggered"]
-_PROCESSOR["LocalTopK"] = (_PROCESSOR["ScaleCom staggered"][0], _PROCESSOR["local top-k"][1])
 FITTED = Constants(
     reached=0.90,
     negotiation=12.80,
@@ -134,10 +128,8 @@ def traffic(method: str, s: Setting) -> tuple[float, float]:
     rate, bits = sends(method, s)
     k = s.numel / rate
     offset = 0 if rate == 1 else 0.5 if rate <= 16 else 1 if rate <= 256 else 2
-    if method in ("local top-k", "LocalTopK"):
-        return (n - 1) * k * (8 if method == "local top-k" else 4 + offset), 0
-    if method == "random-k":
-        return ring * k * 4, 0
+    if method == "local top-k":
+        return (n - 1) * k * 8, 0
     if bits == 32:
         return ring * k * 4, k * offset * (n - 1) / n
     words = words_of(math.ceil(k), levels_of(bits), n)
@@ -171,7 +163,7 @@ def predict(method: str, s: Setting, c: Constants) -> float:
     n, shared = s.workers, max(1.0, s.workers / c.cores)
     # ms per byte: on the network, and of the processors that read, add and write it.
     per_byte = 8e-6 / (s.gbit * c.reached) + 1e-6 * c.megabyte[method] * shared
-    hops = (n - 1) if method in ("local top-k", "LocalTopK") else 2 * (n - 1)
+    hops = (n - 1) if method == "local top-k" else 2 * (n - 1)
     values, offsets = traffic(method, s)
     exchange = s.buckets * shared * (c.negotiation + hops * c.hop) + values * per_byte
     broadcast = 0.0

@@ -54,7 +54,7 @@ def test_numbers_take_suffixes(text, number):
             [
                 "Leave compression out",
                 "ScaleCom would pay on networks slower than",
-                "With NCCL nothing was measured",
+                "the model assumes that sums cost nothing",
             ],
             "hvd.ScaleCom(",
         ),
@@ -98,7 +98,6 @@ def test_what_stands_in_the_table_is_what_the_model_says(said):
         assert rows[method]["megabytes"] == bytes_a_step(method, s) / 1e6
         assert rows[method]["speed_up"] == predict("dense", s, c) / predict(method, s, c)
     assert rows["dense"]["memory"] == rows["fp16"]["memory"] == 0
-    assert rows["LocalTopK"]["memory"] == 4 * 350
     assert rows["ScaleCom staggered"]["memory"] == 4 * 350
     assert rows["ScaleCom local"]["memory"] == 4 * 350 + 8 * 350
     assert found["recommended"] == "ScaleCom"
@@ -112,7 +111,7 @@ def test_what_is_recommended_is_near_the_fastest_and_the_simplest():
                 rows = plan.compare(s, plan.constants(nccl), [4])
                 choice = plan.recommended(rows)
                 named = {row.method: row.milliseconds for row in rows}
-                candidates = ["dense", "fp16", "ScaleCom staggered", "ScaleCom look-ahead"]
+                candidates = ["dense", "fp16", "ScaleCom staggered"]
                 fastest = min(named[name] for name in candidates)
                 assert choice.milliseconds <= plan.WORTH_IT * fastest
                 for simpler in candidates[: candidates.index(choice.method)]:

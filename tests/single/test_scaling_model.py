@@ -93,8 +93,7 @@ def measured():
 
 def test_the_library_has_the_constants_that_its_own_tables_give(measured):
     c = scaling_model.fit(measured, cores=2)
-    derived = {"random-k", "LocalTopK"}
-    assert c.step.keys() | derived == model.FITTED.step.keys() == model.FITTED.megabyte.keys()
+    assert c.step.keys() == model.FITTED.step.keys() == model.FITTED.megabyte.keys()
     for row in measured:
         near = pytest.approx(predict(row, c), rel=0.02)
         assert predict(row, model.FITTED) == near, (
@@ -142,15 +141,13 @@ def test_local_steps_share_what_an_exchange_takes():
 def test_wide_offsets_are_counted():
     s = Setting(2, 1, 100, numel=500, rate=500, bits=32)
     assert model.traffic("ScaleCom staggered", s) == (4, 2 / 2)
-    assert model.traffic("random-k", s) == (4, 0)
-    assert model.traffic("LocalTopK", s) == (4 + 2, 0)
-    assert model.traffic("LocalTopK", dataclasses.replace(s, rate=250))[0] == (4 + 1) * 2
+    assert model.traffic("ScaleCom staggered", dataclasses.replace(s, rate=250)) == (8, 2 / 2)
 
 
 def test_small_models_do_not_compress_for_nothing():
     c = model.own_cores(model.FITTED)
     tiny = Setting(2, 40, 10, numel=200_000)
-    for method in ("ScaleCom staggered", "ScaleCom look-ahead", "random-k", "LocalTopK"):
+    for method in ("ScaleCom staggered", "ScaleCom look-ahead"):
         assert model.predict(method, tiny, c) - model.predict("dense", tiny, c) > 2
     assert Setting(2, 1, 1, numel=200_000).buckets == 1
     assert Setting(2, 1, 1).buckets == 4
