@@ -225,7 +225,7 @@ def _numbered_otherwise(first: object, other: object) -> bool:
 
 def _difference(first: object, other: object, rank: int) -> str:
     if isinstance(first, dict) and isinstance(other, dict):
-        # A key that only one rank has comes at its place there: a quantiser before its rate.
+        # A key that only one rank has comes at its place there: local_steps before its beta.
         place: dict[object, int] = {}
         for number, key in (*enumerate(first), *enumerate(other)):
             place.setdefault(key, number)

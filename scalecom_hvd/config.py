@@ -147,7 +147,7 @@ class ScaleComConfig:
     values then travel at the same cost: with four workers, 4 bits at rate 8 cost as much as 32 bits
     at rate 33. The rounding error stays in the residue. Bytes grow with the logarithm of the number
     of workers. 32: values travel as the residue has them, as in the paper. None: 4, but 32 with a
-    quantiser, or with a method that does not support few bits. With rate="auto", leave `bits` out.
+    method that does not support few bits. With rate="auto", leave `bits` out.
     """
 
     bucket_bytes: int = 25 * 2**20

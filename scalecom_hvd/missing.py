@@ -38,8 +38,8 @@ REMOVED = {
     "GTopK": "LocalTopK, which is faster and sends less",
     "rates_from_flops": 'ScaleCom(rate="auto"), which measures the network',
     "GlobalTopK": "diagnostics=..., whose contraction_top_k says what the true top-k would leave",
-    "QSGD": "ScaleCom(bits=...), or BinMeans in LocalTopK and RandomK",
-    "Sign": "ScaleCom(bits=...), or BinMeans in LocalTopK and RandomK",
+    "QSGD": "ScaleCom(bits=...), or LocalTopK(quantiser=BinMeans)",
+    "Sign": "ScaleCom(bits=...), or LocalTopK(quantiser=BinMeans)",
 }
 
 

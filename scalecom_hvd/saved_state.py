@@ -25,8 +25,8 @@ WITHOUT = "go on without loading the state (the residues start at zero)"
 # Settings of earlier releases, which do not matter either.
 _GONE = ("step_ahead", "wire_dtype", "warmup_rate", "max_norm")
 _FREE_SETTINGS = ("warmup_steps", *_GONE, "total_steps", "flush", "nu", "outliers")
-# Settings that may also differ for ScaleCom. They may not for other methods and quantisers, which
-# draw, or choose, bucket by bucket. (If leaders are staggered, they take other turns.)
+# Settings that may also differ for ScaleCom. They may not for other methods, which draw, or choose,
+# bucket by bucket. (If leaders are staggered, they take other turns.)
 _FREE_FOR_SCALECOM = ("bucket_bytes", "rate", "bits")
 # What lanes depend on, besides `rates`.
 _OF_LANES = ("warmup_steps", "rate", "bits")

@@ -169,7 +169,6 @@ SENT = {
     "DiLoCo": "DiLoCo",
     "SparseLoCo, 3 %": "SparseLoCo",
     "its choice, 3 %": "SparseLoCo over all",
-    "ScaleCom, 2 bits, 3 %": "leader top-k, 2 bits",
 }
 
 

@@ -51,7 +51,7 @@ class ScaleComState:
             residue has 1 / (ranks of a node) of its parameter's elements. None: every rank is a
             node of its own.
         **settings: what the method's class takes: fields of ScaleComConfig, config=, loss_scale= (a
-            GradScaler), diagnostics=, quantiser=.
+            GradScaler), diagnostics=, and for LocalTopK quantiser=.
 
     Attributes:
         compression: the method.

@@ -1,9 +1,6 @@
 """Quantisers: chosen values travel in 1 to 8 bits, and what rounding changes stays in the residue.
 
-methods/quantised_values.py exchanges the bytes, however values were chosen. Horovod sums nothing
-narrower than 16 bits, so they are gathered, as long as that is less traffic. Each rank then sends
-its k values of b bits, scales included, n - 1 times; summed, 32 bits 2 (n-1)/n times. So gathering
-is less traffic while n b < 64.
+LocalTopK gathers the bytes, and so may a method of one's own. They cannot be summed.
 """
 
 from __future__ import annotations
@@ -32,17 +29,11 @@ class Quantiser:
         bits: bits per value: 1, 2, 4 or 8.
         block: how many values of one tensor share scales, which travel in the values' dtype.
         scales: how many scales a block has.
-        rounds: whether values change at all.
     """
 
-    rounds: bool = True
     bits: int
     block: int = BLOCK
     scales: int = 1
-
-    def is_gathered(self, payload: torch.Tensor, sent: torch.Tensor, ranks: int) -> bool:
-        """Whether gathering `payload` (uint8) is less traffic than summing the values `sent`."""
-        return self.rounds and ranks * payload.numel() < 2 * sent.numel() * sent.element_size()
 
     def quantise(self, blocks: torch.Tensor, counts: torch.Tensor) -> Rounded:
         """Turn blocks of values into scales and levels.
@@ -124,8 +115,6 @@ class BinMeans(Quantiser):
 
 class Unrounded(Quantiser):
     """Leaves values as they are. quantiser=None stands for it."""
-
-    bits, rounds = 32, False
 
     def pack(self, values: torch.Tensor, counts: Counts) -> torch.Tensor:
         return values.view(torch.uint8)

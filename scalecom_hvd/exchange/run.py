@@ -172,11 +172,8 @@ class Run:
         numbers: Stats = {"step": residues.step, "skipped_steps": residues.skipped_steps}
         if self.averager is not None:
             numbers |= self.averager.stats()
-        if method.quantiser.rounds:
-            ways = {"gathered": "bytes_gathered", "averaged": "bytes_values"}
-            travelled = [way for way, count in ways.items() if numbers.get(count)]
-            values = " and ".join(travelled) or None
-            numbers |= {"quantiser": repr(method.quantiser), "values": values}
+        if "quantiser" in method.settings:
+            numbers["quantiser"] = method.settings["quantiser"]
         if "leader" not in method.uses:
             numbers.pop("leader", None)
         ratio = residues.health.ratio

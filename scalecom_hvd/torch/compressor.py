@@ -36,7 +36,7 @@ class ScaleCom(methods.ScaleCom):
             required there.
         process_set: the process set given to the optimizer.
 
-    There, ScaleCom works with look-ahead and 32 bits, and takes no quantiser, schedule of rates or
+    There, ScaleCom works with look-ahead and 32 bits, and takes no schedule of rates or
     diagnostics.
     """
     )
@@ -98,7 +98,6 @@ class ScaleCom(methods.ScaleCom):
         if self.run.averager is not None:
             return
         for asked, what in (
-            (self.quantiser.rounds, f"quantiser={self.quantiser!r}"),
             (not self.config.has_fixed_rate, f"rate={self.config.rate!r}"),
             (self.diagnostics is not None, "diagnostics=..."),
         ):

@@ -20,10 +20,13 @@ RATE = 100
 # Tasks without local steps.
 SECOND = ("mobilenet", "transformer")
 MANY = {"steps": 250, "batch_size": 8, "norm": "group"}
-# Local steps between synchronisations, the sent values' quantisation, and who chooses the values.
+# Local steps between synchronisations, and what is sent: who chooses, and values' quantisation.
 STEPS = (1, 4, 16)
-QUANTISERS = ("none", "sign")
-SELECTIONS = {"leader": "ScaleCom", "local": "LocalTopK"}
+CHOICES: dict[str, tuple[str, dict[str, str]]] = {
+    "leader top-k, none": ("ScaleCom", {}),
+    "local top-k, none": ("LocalTopK", {}),
+    "local top-k, sign": ("LocalTopK", {"quantiser": "sign"}),
+}
 # Few synchronisations: what workers send after H steps or, with DeMo, after every step.
 FADING = {"beta": 1.0, "decay": 0.95}
 SENT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,13 +44,9 @@ SENT: dict[str, tuple[str, dict[str, Any]]] = {
         {"rate": 33, "quantiser": "means", "selection": "exact"} | FADING,
     ),
     "its choice, 32 bits, 3 %": ("LocalTopK", {"rate": 33} | FADING),
-    "ScaleCom, 2 bits, 3 %": ("ScaleCom", {"rate": 33, "quantiser": "means", "beta": 1.0}),
     "ScaleCom, 32 bits, 3 %": ("ScaleCom", {"rate": 33, "beta": 1.0}),
 }
-MAIN = (
-    *("plain average", "DiLoCo", "SparseLoCo, 3 %", "its choice, 3 %"),
-    "ScaleCom, 2 bits, 3 %",
-)
+MAIN = ("plain average", "DiLoCo", "SparseLoCo, 3 %", "its choice, 3 %")
 # What is trained, after how many steps workers meet, what they send then, and how many seeds.
 MEETINGS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], Iterable[str], int]] = {
     "LSTM, AdamW, 4 workers": ("lstm", {"steps": 1984}, (4, 16, 64), SENT, 3),
@@ -259,7 +258,7 @@ def rivals(best: list[Case], seeds: tuple[int, ...], quick: bool) -> list[Case]:
 
 
 def local(tasks: list[str], quick: bool) -> Iterator[Case]:
-    """4. Local steps, and quantised values of both choices. All take equally many gradients."""
+    """4. Local steps, with both choices, and quantised values. All take equally many gradients."""
     for task in tasks:
         # A whole number of rounds. Smaller tensors are compressed too, so that what is sent whole
         # hides less of what few bits save.
@@ -268,11 +267,8 @@ def local(tasks: list[str], quick: bool) -> Iterator[Case]:
             fields = {"local_steps": h, "steps": steps}
             yield case("local", task, "sent whole", task, "dense", h, **fields)
             fields["min_numel"] = 256
-            for quantiser in QUANTISERS:
-                for selection, method in SELECTIONS.items():
-                    options = {} if quantiser == "none" else {"quantiser": quantiser}
-                    what = f"{selection} top-k, {quantiser}"
-                    yield case("local", task, what, task, method, h, **fields, **options)
+            for what, (method, options) in CHOICES.items():
+                yield case("local", task, what, task, method, h, **fields, **options)
 
 
 def synchronisations(quick: bool) -> Iterator[Case]:

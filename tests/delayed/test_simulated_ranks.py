@@ -34,7 +34,6 @@ KINDS = {
         "dense": ["bias"],
         "warmup_steps": 2,
     },
-    "means": {"rate": 10, "quantiser": BinMeans()},
     "local top-k, means": {"compression": LocalTopK, "rate": 10, "quantiser": BinMeans()},
     "local top-k": {"compression": LocalTopK, "rate": 10},
     "random-k": {"compression": RandomK, "rate": 10},

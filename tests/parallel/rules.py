@@ -39,8 +39,7 @@ def rounding(quantiser):
 def sending(compressor):
     """The oracle's function for a method.
 
-    A quantiser may round the values of ScaleCom, LocalTopK and RandomK. ScaleCom rounds them itself
-    in few bits.
+    A quantiser may round the values of LocalTopK. ScaleCom rounds them itself in few bits.
     """
     if compressor.config.levels:
         return oracle.few_bits(compressor.config.levels)
@@ -55,4 +54,4 @@ def sending(compressor):
         hvd.RandomK: oracle.drawn(places),
     }
     (chosen,) = [rule for kind, rule in rules.items() if isinstance(compressor, kind)]
-    return oracle.sending(chosen, rounding(compressor.quantiser))
+    return oracle.sending(chosen, rounding(getattr(compressor, "quantiser", None)))

@@ -1,4 +1,4 @@
-"""The methods besides ScaleCom, and two that a user wrote, compared with their oracles.
+"""The methods besides ScaleCom, and three that a user wrote, compared with their oracles.
 
 Every method, also ScaleCom, takes the tests of what all methods share. A method that reports
 wrongly what it sends loses gradients, or spoils a step.
@@ -60,19 +60,36 @@ def scaled_sign(accumulators, bucket):
     )
 
 
-KINDS = hvd.RandomK, hvd.LocalTopK, ScaledSign
+class MeansByLeader(hvd.Method):
+    """A method as a user writes it: one rank chooses for all, and values are rounded."""
+
+    uses = ("leader", "selection")
+
+    def step(self, bucket, collectives, state):
+        chosen = bucket.choose() if collectives.leads() else bucket.new_offsets()
+        offsets = yield from collectives.broadcast(chosen, collectives.leader())
+        places, counts = bucket.places_at(offsets), bucket.counts
+        values, means = bucket.sendable(places), hvd.BinMeans()
+        payload = means.pack(values, counts)
+        bucket.send(places, means.unpack(payload, values, counts))
+        for theirs in (yield from collectives.gather(payload, "means")):
+            bucket.receive(places, means.unpack(theirs, values, counts) * collectives.share)
+
+
+KINDS = hvd.RandomK, hvd.LocalTopK, ScaledSign, MeansByLeader
+RULES = {
+    ScaledSign: scaled_sign,
+    MeansByLeader: oracle.sending(oracle.leaders, rules.rounding(hvd.BinMeans())),
+}
 METHODS = [(method, {}) for method in KINDS]
 QUANTISED = [
-    (hvd.ScaleCom, {"quantiser": hvd.BinMeans()}),
-    (hvd.ScaleCom, {"quantiser": hvd.BinMeans(block=100), "selection": "exact"}),
     (hvd.LocalTopK, {"quantiser": rules.Sign(block=10)}),
+    (hvd.LocalTopK, {"quantiser": rules.Sign()}),
     (hvd.LocalTopK, {"quantiser": hvd.BinMeans()}),
-    (hvd.RandomK, {"quantiser": rules.Sign()}),
-    (hvd.RandomK, {"quantiser": hvd.BinMeans()}),
+    (hvd.LocalTopK, {"quantiser": hvd.BinMeans(block=100), "selection": "exact"}),
 ]
-# A method in which one rank chooses for all, and one in which every rank chooses for itself.
-SOME_QUANTISED = [QUANTISED[0], QUANTISED[2]]
-EXACT = [(method, {"selection": "exact"}) for method in (hvd.RandomK, hvd.LocalTopK)]
+SOME_QUANTISED = [QUANTISED[0]]
+EXACT = [(method, {"selection": "exact"}) for method in KINDS if method is not ScaledSign]
 SCALECOM = [(hvd.ScaleCom, {}), (hvd.ScaleCom, {"lookahead": True})]
 
 
@@ -90,7 +107,7 @@ and_scalecom = with_each(*METHODS, *SOME_QUANTISED, *SCALECOM)
 
 def rule_of(compressor):
     """The oracle's function for a method."""
-    return scaled_sign if isinstance(compressor, ScaledSign) else rules.sending(compressor)
+    return RULES.get(type(compressor)) or rules.sending(compressor)
 
 
 def parameters_of(shapes):
@@ -378,13 +395,12 @@ def test_a_step_that_does_not_count_leaves_the_state(why, monkeypatch):
 # 22 + 5. {method: (offsets, values, gathered, collectives)}
 BYTES = {
     "RandomK": (hvd.RandomK, {}, 0, 4 * 27, 0, 2),
-    "RandomK means": (hvd.RandomK, {"quantiser": hvd.BinMeans()}, 0, 0, 2 * 16 + 7, 2),
     "LocalTopK": (hvd.LocalTopK, {}, 0, 0, 4 * 27 + 2 * 27, 2),
     "LocalTopK exact": (hvd.LocalTopK, {"selection": "exact"}, 0, 0, 4 * 27 + 4 * 27, 2),
     "LocalTopK sign": (hvd.LocalTopK, {"quantiser": rules.Sign()}, 0, 0, 2 * 4 + 4 + 2 * 27, 2),
+    "LocalTopK means": (hvd.LocalTopK, {"quantiser": hvd.BinMeans()}, 0, 0, 2 * 16 + 7 + 2 * 27, 2),
+    "a leader's, means": (MeansByLeader, {}, 2 * 27, 0, 2 * 16 + 7, 3),
     "ScaleCom": (hvd.ScaleCom, {"bits": 32}, 2 * 27, 4 * 27, 0, 2),
-    "ScaleCom sign": (hvd.ScaleCom, {"quantiser": rules.Sign()}, 2 * 27, 0, 2 * 4 + 4, 3),
-    "ScaleCom means": (hvd.ScaleCom, {"quantiser": hvd.BinMeans()}, 2 * 27, 0, 2 * 16 + 7, 3),
 }
 
 
@@ -409,18 +425,16 @@ def test_bytes(which):
     )
     assert stats["collectives"] == collectives
     assert stats["rate"] == pytest.approx(7911 / 37)
-    assert stats.get("leader") == (1 % n if method is hvd.ScaleCom else None)
+    assert stats.get("leader") == (1 % n if "leader" in method.uses else None)
     assert stats["residue_norm"] > 0
-    if "quantiser" in stats:
-        assert stats["values"] == ("gathered" if gathered else "averaged")
+    own = fields.get("quantiser")
+    assert stats.get("quantiser") == (own and repr(own))
 
 
 @horovods_alone
 @every_method
 def test_horovods_own_optimizer_is_refused(method, fields):
     for compression in (method, method(**fields)):
-        if compression is hvd.ScaleCom:
-            continue  # only with a quantiser is it refused
         model = models.parameters(SHAPES)
         optimizer = stock.DistributedOptimizer(
             torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compression

@@ -137,7 +137,6 @@ DIFFERENT += [
         (hvd.LocalTopK, "decay", 0, None, 0.0),
         (hvd.LocalTopK, "average", "contributors", None, "contributors"),
         (hvd.LocalTopK, "quantiser", hvd.BinMeans, None, "BinMeans(block=512)"),
-        (hvd.ScaleCom, "quantiser", hvd.BinMeans, None, "BinMeans(block=512)"),
     )
 ]
 

@@ -112,29 +112,8 @@ def test_the_oracle_agrees(quantiser, dtype):
         np.testing.assert_allclose(sent(quantiser, values)[1].numpy(), wanted, rtol=rtol)
 
 
-def test_when_values_are_gathered():
-    """Values are gathered while n b < 64, where b is the bits of a value including scales."""
-    values = values_of("normal", 1)[: 1000 * 4]
-    values = torch.cat([values] * 3)[:5120]
-
-    def up_to(quantiser):
-        payload = quantiser.pack(values, (5120,))
-        scales = 32 * quantiser.scales / quantiser.block
-        assert payload.numel() * 8 / 5120 == pytest.approx(quantiser.bits + scales)
-        return [n for n in range(1, 70) if quantiser.is_gathered(payload, values, n)]
-
-    assert up_to(Sign()) == list(range(1, 61))  # b is 1 + 1/16
-    assert up_to(hvd.BinMeans()) == list(range(1, 29))  # b is 2.25
-    as_they_are = quantisers.Unrounded().pack(values, (5120,))
-    assert not quantisers.Unrounded().is_gathered(as_they_are, values, 2)
-
-
 class ThreeBits(hvd.Quantiser):
     bits = 3
-
-
-class NoQuantiser(hvd.Method):
-    pass
 
 
 NO_QUANTISER = r"must be hvd.BinMeans\(\), an hvd.Quantiser of your own, or None"
@@ -146,23 +125,23 @@ OF_THREE = "ThreeBits.bits must be 1, 2, 4 or 8, so that values fill whole bytes
     [
         (hvd.BinMeans, {"block": 0}, "block must be a whole number of values, at least 1"),
         (hvd.BinMeans, {"block": 2.5}, "block must be a whole number of values, at least 1"),
-        (
-            hvd.ScaleCom,
-            {"quantiser": hvd.BinMeans(), "lookahead": True},
-            "lookahead and a quantiser exclude each other",
-        ),
-        (hvd.ScaleCom, {"quantiser": hvd.BinMeans(), "bits": 8}, "bits and a quantiser exclude"),
         *(
             (hvd.LocalTopK, {"quantiser": wrong}, NO_QUANTISER)
             for wrong in ("sign", 4, hvd.ScaleCom)
         ),
-        (NoQuantiser, {"quantiser": hvd.BinMeans()}, "a quantiser means nothing to NoQuantiser"),
         (hvd.LocalTopK, {"quantiser": ThreeBits}, OF_THREE),
     ],
 )
 def test_wrong_settings_are_refused(kind, settings, message):
     with pytest.raises((TypeError, ValueError), match=message):
         kind(**settings)
+
+
+@pytest.mark.parametrize("kind", [hvd.ScaleCom, hvd.RandomK, type("MyOwn", (hvd.Method,), {})])
+def test_only_local_top_k_takes_a_quantiser(kind):
+    message = rf"{kind.__name__} has no quantiser: give bits= .* LocalTopK\(quantiser=...\)"
+    with pytest.raises(TypeError, match=message):
+        kind(quantiser=hvd.BinMeans())
 
 
 def test_a_class_is_a_quantiser_with_its_defaults():

@@ -65,10 +65,14 @@ def test_residues_of_other_settings():
     other_buckets = CONFIG.replace(bucket_bytes=1000).to_dict()
     refusal = "other settings: bucket_bytes=1000 in the state and 26214400 now"
     # These draw random numbers, or choose, per bucket.
-    binned = SCALECOM | {"quantiser": "BinMeans()"}
+    binned = {"method": "LocalTopK", "quantiser": "BinMeans()"}
     for who in ({"method": "LocalTopK"}, {"method": "RandomK", "seed": 0}, binned):
         with pytest.raises(ValueError, match=refusal):
             saved_state.check_state(state(config=other_buckets, settings=who), CONFIG, who)
+    # Earlier releases had quantisers in ScaleCom too.
+    earlier = state(settings=SCALECOM | {"quantiser": "BinMeans()"})
+    with pytest.raises(ValueError, match=r"quantiser='BinMeans\(\)' in the state and None now"):
+        saved_state.check_state(earlier, CONFIG, SCALECOM)
     with pytest.raises(ValueError, match="novelty=1 in the state and None now"):
         saved_state.check_state(state(config=CONFIG.to_dict() | {"novelty": 1}), CONFIG, SCALECOM)
 

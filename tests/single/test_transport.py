@@ -282,8 +282,10 @@ def test_scalecom_is_that_of_the_reference(n, fields, on_threads, monkeypatch):
     assert len(ranks[0].method.residues.buckets) == (2 if "bucket_bytes" not in fields else 3)
 
 
-@pytest.mark.parametrize("fields", [{}, {"quantiser": BinMeans()}], ids=str)
-def test_many_buckets_share_few_channels(fields, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "fields"), [(ScaleCom, {}), (LocalTopK, {"quantiser": BinMeans()})]
+)
+def test_many_buckets_share_few_channels(kind, fields, monkeypatch):
     """Ranks reach different buckets of a channel before they wait for any, and still finish."""
     monkeypatch.setattr("scalecom_hvd.exchange.exchange.MOST_CHANNELS", 2)
     news = random.Random(0)  # ranks do not always see at once that a result has arrived
@@ -294,7 +296,7 @@ def test_many_buckets_share_few_channels(fields, monkeypatch):
 
     def act(rank):
         parameters = {f"{i}": torch.nn.Parameter(torch.zeros(300)) for i in range(layers)}
-        method = ScaleCom(**settings, **fields)
+        method = kind(**settings, **fields)
         exchange = Exchange(parameters, method, ThreadCollectives(hub, rank))
         whims, generator = random.Random(rank), torch.Generator().manual_seed(rank)
         for _ in range(20):

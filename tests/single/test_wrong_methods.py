@@ -236,7 +236,7 @@ class OfWords(Quantiser):
 
 def test_a_quantiser_of_other_words_is_refused():
     with pytest.raises(ValueError, match=r"OfWords\.quantise gave scales and levels of"):
-        simulate(ScaleCom, quantiser=OfWords()).step(gradients())
+        simulate(LocalTopK, quantiser=OfWords()).step(gradients())
 
 
 class Own(ScaleCom):

@@ -23,12 +23,11 @@ from scalecom_hvd.exchange.gradients import LossScale
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.state import State
 from scalecom_hvd.exchange.momentum import QuasiHyperbolic
-from scalecom_hvd.exchange.quantisers import Quantiser, quantiser_of
 from scalecom_hvd.exchange.residue import CompressedTensor, Residues
 from scalecom_hvd.exchange.run import Run
 from scalecom_hvd.saved_state import Saved
 
-OPTIONAL = ("bits", "leader", "lookahead", "quantiser", "selection")
+OPTIONAL = ("bits", "leader", "lookahead", "selection")
 """Settings that not every method has a use for."""
 
 
@@ -42,7 +41,6 @@ class Method:
             are then kept in unscaled units.
         diagnostics: a number of steps, or Diagnostics. Once every so many steps, ranks measure how
             alike workers are, and how good the choice is.
-        quantiser: what rounds the sent values: None, or one of quantisers.py.
         **fields: those fields of ScaleComConfig that the method uses. They override `config`.
 
     Attributes:
@@ -66,26 +64,23 @@ class Method:
         config: ScaleComConfig | None = None,
         loss_scale: object = None,
         diagnostics: Diagnostics | int | None = None,
-        quantiser: Quantiser | type[Quantiser] | None = None,
         **fields: Any,
     ) -> None:
         name = type(self).__name__
         if unknown := {*self.uses} - {*OPTIONAL}:
             raise TypeError(f"{name}.uses names {sorted(unknown)}, but knows only {OPTIONAL}")
-        if quantiser is not None and "quantiser" not in self.uses:
-            raise ValueError(
-                f"a quantiser means nothing to {name}: leave it out, or use ScaleCom, LocalTopK or "
-                "RandomK. In a method of your own, name it in `uses`"
+        if "quantiser" in fields:
+            raise TypeError(
+                f"{name} has no quantiser: give bits= (ScaleCom), or take LocalTopK(quantiser=...)"
             )
         config = (config or ScaleComConfig.from_env()).replace(**fields)
-        self.quantiser = quantiser_of(quantiser)
         # Settings that depend on whether every step averages gradients; see `settle`.
         self._open = [name for name in ("beta", "nu") if getattr(config, name) is None]
         self.run = Run(self, self._resolved(config))
-        if self.config.rate == "auto" and ("bits" not in self.uses or self.quantiser.rounds):
-            raise ValueError("rate='auto' needs ScaleCom without a quantiser: give a rate")
+        if self.config.rate == "auto" and "bits" not in self.uses:
+            raise ValueError("rate='auto' needs ScaleCom: give a rate")
         defaults = self._resolved(ScaleComConfig())
-        for field in sorted({*OPTIONAL} - {"quantiser", *self.uses}):
+        for field in sorted({*OPTIONAL} - {*self.uses}):
             if getattr(self.config, field) != getattr(defaults, field):
                 raise ValueError(
                     f"{field} means nothing to {name}: leave it out, and unset "
@@ -148,8 +143,7 @@ class Method:
 
         The values are JSON. A method adds its own to them: super().settings | {"mu": self.mu}.
         """
-        rounds = {"quantiser": repr(self.quantiser)} if self.quantiser.rounds else {}
-        return {"method": type(self).__name__} | rounds
+        return {"method": type(self).__name__}
 
     # What follows from its settings.
 
@@ -185,8 +179,7 @@ class Method:
         self.quasi_hyperbolic = QuasiHyperbolic(parameters, self.residues, collectives, **how)
 
     def _resolved(self, config: ScaleComConfig, every_step: bool = False) -> ScaleComConfig:
-        knows_bits = "bits" in self.uses and not self.quantiser.rounds
-        return config.resolved(every_step, knows_bits)
+        return config.resolved(every_step, knows_bits="bits" in self.uses)
 
     # What users, and elastic states, call. The run does it.
 
@@ -229,9 +222,7 @@ class Method:
             then counts synchronisations, or rounds if there are fragments. The bytes are those of
             the last synchronisation, or of the last fragment.
 
-            If there is a quantiser: quantiser, and values, which says how its values travelled in
-            the last step: "gathered", "averaged", or "gathered and averaged" if buckets differed.
-            It is None if all was sent whole.
+            If LocalTopK has a quantiser: quantiser, its name.
         """
         return self.run.stats()
 

@@ -9,6 +9,7 @@ import torch
 from scalecom_hvd.agreement import Settings
 from scalecom_hvd.config import checked_number
 from scalecom_hvd.exchange.methods.base import BucketCollectives, BucketStep, Method, State, Step
+from scalecom_hvd.exchange.quantisers import Quantiser, quantiser_of
 
 
 class LocalTopK(Method):
@@ -35,10 +36,16 @@ class LocalTopK(Method):
         ValueError, TypeError: a setting cannot work.
     """
 
-    uses = ("quantiser", "selection")
-
-    def __init__(self, *, decay: float = 1.0, average: str = "all", **fields: Any) -> None:
+    def __init__(
+        self,
+        *,
+        quantiser: Quantiser | type[Quantiser] | None = None,
+        decay: float = 1.0,
+        average: str = "all",
+        **fields: Any,
+    ) -> None:
         super().__init__(**fields)
+        self.quantiser = quantiser_of(quantiser)
         if average not in ("all", "contributors"):
             raise ValueError(f'average must be "all" or "contributors", not {average!r}')
         self.decay, self.average = checked_number("decay", decay), average
@@ -54,8 +61,9 @@ class LocalTopK(Method):
     @property
     def settings(self) -> Settings:
         """What ranks must have in common besides the config."""
-        own: Settings = {"decay": self.decay} if self.decay < 1 else {}
-        return super().settings | own | ({} if self.average == "all" else {"average": self.average})
+        own = {"quantiser": repr(self.quantiser), "decay": self.decay, "average": self.average}
+        plain = {"quantiser": repr(quantiser_of(None)), "decay": 1.0, "average": "all"}
+        return super().settings | {name: own[name] for name in own if own[name] != plain[name]}
 
     def step(self, bucket: BucketStep, collectives: BucketCollectives, state: State) -> Step[None]:
         """Choose, send to all, add up."""

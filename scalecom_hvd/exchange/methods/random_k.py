@@ -10,7 +10,6 @@ import torch
 
 from scalecom_hvd.agreement import Settings
 from scalecom_hvd.exchange.methods.base import BucketCollectives, BucketStep, Method, State, Step
-from scalecom_hvd.exchange.methods.quantised_values import average_at
 from scalecom_hvd.lanes import Lanes, Positions
 
 
@@ -21,15 +20,12 @@ class RandomK(Method):
     not scaled up to be unbiased, because residues keep what is not sent. Stich et al. call this
     rand_k (*Sparsified SGD with Memory*, 2018, arXiv 1809.07599).
 
-    Traffic: 2(n-1)/n of 4k bytes, and no offsets. A quantiser lowers it.
+    Traffic: 2(n-1)/n of 4k bytes, and no offsets.
 
     Args:
         seed: the seed of the draw, which must be the same on all ranks.
-        quantiser: what rounds the values: None, or one of quantisers.py.
         **fields: see `Method`.
     """
-
-    uses = ("quantiser", "selection")
 
     def __init__(self, *, seed: int = 0, **fields: Any) -> None:
         super().__init__(**fields)
@@ -45,7 +41,10 @@ class RandomK(Method):
         random = generator(self.seed, collectives.step, collectives.bucket)
         places = bucket.places([draw(lanes, random) for lanes in bucket.geometries])
         places = places.to(bucket.accumulators.device)
-        yield from average_at(bucket, collectives, places, self.quantiser)
+        values = bucket.sendable(places)
+        bucket.send(places, values)
+        average = yield from collectives.average(values)
+        bucket.receive(places, average)
 
 
 def draw(geometry: Lanes, random: torch.Generator) -> torch.Tensor:

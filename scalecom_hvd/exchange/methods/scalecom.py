@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 
-from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Step, Wait
 from scalecom_hvd.exchange.methods.base import OPTIONAL, Method
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
-from scalecom_hvd.exchange.methods.quantised_values import average_at
 from scalecom_hvd.exchange.methods.state import State
 
 
@@ -51,8 +49,6 @@ class ScaleCom(Method):
 
     Args:
         config, loss_scale, diagnostics, fields: see `Method`.
-        quantiser: what rounds values before they travel, such as BinMeans. It excludes look-ahead,
-            and its values are gathered as long as that is less traffic.
 
     Raises:
         ValueError, TypeError: a setting cannot work.
@@ -63,16 +59,6 @@ class ScaleCom(Method):
 
     uses: tuple[str, ...] = OPTIONAL
     equal_state = ("offsets", "scales")
-
-    def __init__(self, *, quantiser: Any = None, **settings: Any) -> None:
-        super().__init__(quantiser=quantiser, **settings)
-        if self.quantiser.rounds:
-            defaults = ScaleComConfig(bits=32)
-            for name in ("lookahead", "bits"):
-                if getattr(self.config, name) != getattr(defaults, name):
-                    raise ValueError(
-                        f"{name} and a quantiser exclude each other: leave one of them out"
-                    )
 
     @classmethod
     def as_published(cls, rate: float = 100, beta: float = 0.1, **settings: Any) -> ScaleCom:
@@ -89,8 +75,6 @@ class ScaleCom(Method):
         """One bucket's step, in the form that was asked for."""
         if self.config.lookahead:
             return self.look_ahead(bucket, collectives, state)
-        if self.quantiser.rounds:
-            return self.quantised(bucket, collectives)
         return self.cyclic(bucket, collectives)
 
     def cyclic(self, bucket: BucketStep, collectives: BucketCollectives) -> Step[None]:
@@ -117,14 +101,6 @@ class ScaleCom(Method):
         averages = yield from travelling  # (4)
         bucket.receive(offsets, averages)
         return next_state
-
-    def quantised(self, bucket: BucketStep, collectives: BucketCollectives) -> Step[None]:
-        """As `cyclic`, with values that a quantiser rounds to few bits."""
-        leads = collectives.leads()
-        chosen = bucket.choose() if leads else bucket.new_offsets()  # (1), (2)
-        offsets = yield from collectives.broadcast_choice(chosen, collectives.leader())
-        places = bucket.places_at(offsets)
-        yield from average_at(bucket, collectives, places, self.quantiser)
 
     def whole_step(
         self, bucket: BucketStep, collectives: BucketCollectives, state: State
