@@ -175,7 +175,7 @@ class ScaleComConfig:
         for names, checked in (
             (("rate",), _rate),
             (("beta", "nu", "outliers"), checked_number),
-            (("min_numel", "bits", "bucket_bytes", "total_steps", "warmup_steps"), _integer),
+            (("min_numel", "bits", "bucket_bytes", "total_steps", "warmup_steps"), checked_integer),
         ):
             for name in names:
                 if getattr(self, name) is not None or name not in may_be_none:
@@ -470,7 +470,9 @@ def checked_number(name: str, value: object) -> float:
 def _rate(name: str, value: object) -> float | dict[int, float] | str:
     if isinstance(value, Mapping | list | tuple):  # a state has pairs
         given = dict(value)
-        return {_integer(f"a step of {name}", s): checked_number(name, given[s]) for s in given}
+        return {
+            checked_integer(f"a step of {name}", s): checked_number(name, given[s]) for s in given
+        }
     if isinstance(value, str) and value != "auto":
         raise TypeError(
             f"{name} must be a number, a schedule such as {{0: 4, 300: 16}}, or 'auto', not "
@@ -479,7 +481,8 @@ def _rate(name: str, value: object) -> float | dict[int, float] | str:
     return "auto" if value == "auto" else checked_number(name, value)
 
 
-def _integer(name: str, value: object) -> int:
+def checked_integer(name: str, value: object) -> int:
+    """The value of a setting of this name; raises TypeError unless it is a whole number."""
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         number = cast(float, value)  # numbers.Real promises no __int__, but each has one
         if math.isfinite(number) and number == int(number):

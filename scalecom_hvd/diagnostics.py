@@ -22,48 +22,11 @@ from scalecom_hvd.lanes import Lanes, Positions
 Numbers = Mapping[str, float | int | None]
 Array = NDArray[np.floating]
 
-
-@dataclass(frozen=True)
-class Diagnostics:
-    """Says which steps are looked at, and how much of the model is.
-
-    The numbers go to stats()["diagnostics"], where Monitor finds them. Both settings must be the
-    same on all ranks.
-
-    Args:
-        every: look at steps 0, every, 2 every, ..., except those that are sent whole.
-        sample: about how many elements are looked at, spread over all compressed tensors. If there
-            are no more than that, all are looked at. Every rank gathers two floats per element and
-            rank.
-
-    Raises:
-        TypeError: a setting has a type that cannot work.
-        ValueError: a setting has a value that cannot work.
-    """
-
-    every: int = 50
-    sample: int = 65536
-
-    def __post_init__(self) -> None:
-        for name, value in (("every", self.every), ("sample", self.sample)):
-            must = f"diagnostics: {name} must be"
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{must} a whole number, such as 50, not {value!r}")
-            if value < 1:
-                raise ValueError(f"{must} at least 1, not {value}")
-
-    @classmethod
-    def of(cls, value: Diagnostics | int | None) -> Diagnostics | None:
-        """The Diagnostics that a user asked for by `diagnostics=`: these, or a number of steps."""
-        return value if value is None or isinstance(value, cls) else cls(every=value)  # type: ignore[arg-type]
-
-    @property
-    def settings(self) -> dict[str, int]:
-        """What ranks must have in common."""
-        return {"diagnostics.every": self.every, "diagnostics.sample": self.sample}
-
-
 # The sample.
+
+# About how many elements are looked at, spread over all compressed tensors. If there are no more
+# than that, all are. Every rank gathers two floats per element and rank.
+SAMPLE = 65536
 
 
 @dataclass(frozen=True)
@@ -84,17 +47,14 @@ class Piece:
         return order[np.cumsum(self.lengths) - self.lengths]
 
 
-def draw(geometries: Mapping[str, Lanes], sample: int) -> dict[str, Piece]:
+def draw(geometries: Mapping[str, Lanes]) -> dict[str, Piece]:
     """The sample: {name: piece} of whole lanes, drawn at random from every tensor.
 
     Every tensor contributes in proportion to its size, but at least one lane. The sample depends
-    only on the arguments, so it is the same on all ranks and in every run.
-
-    Args:
-        geometries: {name: geometry} of all compressed tensors.
-        sample: about how many elements to draw. If there are no more than that, all are drawn.
+    only on the geometries, {name: geometry} of all compressed tensors, so it is the same on all
+    ranks and in every run.
     """
-    share = sample / max(sum(geometry.numel for geometry in geometries.values()), 1)
+    share = SAMPLE / max(sum(geometry.numel for geometry in geometries.values()), 1)
     return {name: _draw_from(own, share, name) for name, own in sorted(geometries.items())}
 
 

@@ -29,11 +29,10 @@ def explained(error: ModuleNotFoundError, face: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(f"{face} needs {WHAT_IT_NEEDS[error.name]}", name=error.name)
 
 
-TORCHS_ALONE = (
-    *("BinMeans", "Diagnostics", "LocalTopK", "Method", "RandomK", "diloco", "sparseloco"),
-)
+TORCHS_ALONE = ("BinMeans", "LocalTopK", "Method", "RandomK", "diloco", "sparseloco")
 # Names that earlier releases had, and what to use now.
 REMOVED = {
+    "Diagnostics": "a number of steps: ScaleCom(diagnostics=50)",
     "ECQSGD": "ScaleCom(rate=1, bits=4)",
     "GTopK": "LocalTopK, which is faster and sends less",
     "rates_from_flops": 'ScaleCom(rate="auto"), which measures the network',

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from scalecom_hvd.diagnostics import Diagnostics, Numbers, Piece, draw, look, share_sent
+from scalecom_hvd.diagnostics import Numbers, Piece, draw, look, share_sent
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Collectives
@@ -23,12 +23,12 @@ log = logging.getLogger("scalecom_hvd")
 
 
 class Sampler:
-    """Looks at one optimizer's steps on this rank, as its diagnostics say."""
+    """Looks at one optimizer's steps 0, every, 2 every, ... that are not whole, on this rank."""
 
-    def __init__(self, diagnostics: Diagnostics) -> None:
+    def __init__(self, every: int) -> None:
         self.last: Numbers | None = None  # of the last look, with its step
         self.seen: int | None = None  # the step that ranks must still compare
-        self.every, self._sample = diagnostics.every, diagnostics.sample
+        self.every = every
         # {name: (m, acc)} before the step, in the residue's units.
         self._before: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         # {name: (m, acc, average, m afterwards)} of the step's parts so far.
@@ -43,7 +43,7 @@ class Sampler:
         self._columns = {}
         self._beta = next((tensor.beta for tensor in tensors.values()), 1.0)
         geometries = {name: tensor.geometry for name, tensor in tensors.items()}
-        self._pieces = draw(geometries, self._sample)
+        self._pieces = draw(geometries)
         self._places = {
             name: torch.from_numpy(piece.positions).to(tensors[name].residue.device)
             for name, piece in self._pieces.items()

@@ -31,7 +31,6 @@ import torch
 
 from scalecom_hvd.agreement import Names, Settings, compare_ranks
 from scalecom_hvd.bucket_layout import Stats, step_stats
-from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.bucket import Bucket, Part, plan_buckets
 from scalecom_hvd.exchange.bucket_step import BucketStep, outcome
@@ -106,6 +105,9 @@ class Exchange(Averager):
         self._settings = method.settings | dict(settings or {})
         self._copies = ResidueCopies(method)
         self._sampler: Sampler | None = None
+        if method.diagnostics is not None:
+            self._sampler = Sampler(method.diagnostics)
+            self._settings["diagnostics"] = method.diagnostics
         self._pace: Pace | None = None  # of rate="auto"
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()
@@ -298,11 +300,6 @@ class Exchange(Averager):
         """Forget the step in progress. It is rolled back, so residues lose nothing."""
         with self._lock, self.streams.entered():
             self._abort()
-
-    def watch(self, diagnostics: Diagnostics) -> None:
-        """Look at steps from now on. `stats` then reports what was seen."""
-        self._sampler = Sampler(diagnostics)
-        self._settings |= diagnostics.settings
 
     @contextlib.contextmanager
     def entered(self, joins: bool = True) -> Iterator[None]:

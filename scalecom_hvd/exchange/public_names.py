@@ -4,7 +4,6 @@ ScaleCom itself is not here, because Horovod's face has one of its own.
 """
 
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.local.recipes import diloco, sparseloco
 from scalecom_hvd.exchange.methods import BucketCollectives, LocalTopK, Method, RandomK, State
 from scalecom_hvd.exchange.quantisers import BinMeans, Quantiser
@@ -12,4 +11,4 @@ from scalecom_hvd.exchange.quantisers import BinMeans, Quantiser
 __all__ = ["LocalTopK", "RandomK"]
 __all__ += ["BucketCollectives", "Method", "State"]
 __all__ += ["BinMeans", "Quantiser"]
-__all__ += ["Diagnostics", "ScaleComConfig", "diloco", "sparseloco"]
+__all__ += ["ScaleComConfig", "diloco", "sparseloco"]

@@ -20,7 +20,6 @@ from scalecom_hvd import saved_state
 from scalecom_hvd.agreement import Names, Settings, agree, check_residues_of, describe, digest_of
 from scalecom_hvd.bucket_layout import Stats
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
 from scalecom_hvd.exchange.gradients import as_bytes
 from scalecom_hvd.exchange.node import Node
@@ -71,10 +70,6 @@ class Averager:
     def stats(self) -> Stats:
         """Numbers of the last step."""
         return self.exchange.stats()
-
-    def watch(self, diagnostics: Diagnostics) -> None:
-        """Look at steps from now on."""
-        self.exchange.watch(diagnostics)
 
     def collect(self) -> None:
         """Wait for averages that travel. Every rank has sent its part of them already."""
@@ -137,8 +132,6 @@ class Run:
         with self.released_on_error():
             if state is not None:
                 self._check(state, averager)
-            if self._method.diagnostics is not None:
-                averager.watch(self._method.diagnostics)
             self.residues.synchronisations_in = averager.synchronisations_in
             self.residues.attach(parameters, averager.node.whole if averager.node else None)
             if state is None:

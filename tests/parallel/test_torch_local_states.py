@@ -66,7 +66,7 @@ def test_one_rank_saves_while_averages_travel_and_others_wait_for_it(compression
     """
     found = []
     for saves in (False, True):
-        model, compressor = begin(), method(compression, diagnostics=hvd.Diagnostics(1))
+        model, compressor = begin(), method(compression, diagnostics=1)
         optimizer, _ = make(model, compressor, **more)
         for step in range(16):
             take_steps(optimizer, model, [step])

@@ -192,6 +192,8 @@ def test_what_tensorflow_has_not_is_here():
 def test_what_was_removed_says_what_to_use_now(face):
     with pytest.raises(AttributeError, match="no GTopK. It was removed: use LocalTopK"):
         _ = face.GTopK
+    with pytest.raises(AttributeError, match="no Diagnostics. It was removed: use a number of"):
+        _ = face.Diagnostics
     with pytest.raises(AttributeError, match="has no .*GTopKK"):
         _ = face.GTopKK
 

@@ -15,8 +15,7 @@ import torch
 
 from scalecom_hvd.agreement import Settings
 from scalecom_hvd.bucket_layout import Stats
-from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.diagnostics import Diagnostics
+from scalecom_hvd.config import ScaleComConfig, checked_integer
 from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import Collectives, Step
 from scalecom_hvd.exchange.gradients import LossScale
@@ -39,8 +38,8 @@ class Method:
             SCALECOM_BETA, ... of the environment.
         loss_scale: a torch.amp.GradScaler, or a callable that returns the current scale. Residues
             are then kept in unscaled units.
-        diagnostics: a number of steps, or Diagnostics. Once every so many steps, ranks measure how
-            alike workers are, and how good the choice is.
+        diagnostics: a number of steps, the same on all ranks. Once every so many steps, ranks
+            measure how alike workers are, and how good the choice is.
         **fields: those fields of ScaleComConfig that the method uses. They override `config`.
 
     Attributes:
@@ -63,7 +62,7 @@ class Method:
         *,
         config: ScaleComConfig | None = None,
         loss_scale: object = None,
-        diagnostics: Diagnostics | int | None = None,
+        diagnostics: int | None = None,
         **fields: Any,
     ) -> None:
         name = type(self).__name__
@@ -86,7 +85,11 @@ class Method:
                     f"{field} means nothing to {name}: leave it out, and unset "
                     f"SCALECOM_{field.upper()} if it is set"
                 )
-        self.diagnostics = Diagnostics.of(diagnostics)
+        self.diagnostics: int | None = None
+        if diagnostics is not None:
+            self.diagnostics = checked_integer("diagnostics", diagnostics)
+            if self.diagnostics < 1:
+                raise ValueError(f"diagnostics must be at least 1, not {diagnostics}")
         self.scaling = LossScale(loss_scale)
         self.quasi_hyperbolic: QuasiHyperbolic | None = None
 
