@@ -113,9 +113,10 @@ class _Settings(tf.train.experimental.PythonState):
 
     def check(self, state: Mapping[str, Any], has_residues: bool) -> None:
         """Check a saved state. If it has residues, it settles what is still open."""
-        # Earlier releases had look-ahead. Its residues mean the same.
-        saved = {**state.get("config", {}), "lookahead": False}
-        state = {**state, "config": saved}
+        saved = state.get("config", {})
+        if saved:  # earlier releases had look-ahead, whose residues mean the same
+            saved = {**saved, "lookahead": False}
+            state = {**state, "config": saved}
         if not has_residues:  # perhaps saved when nothing said yet what beta is
             state = {**state, "config": {**saved, "beta": self.config.beta}}
             check_state(state, self.config, SETTINGS)

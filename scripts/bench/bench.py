@@ -96,7 +96,7 @@ SOME = {"local-steps": [LOCAL_STEPS], "ddp": DDP_JOBS, "rungs": RUNG_JOBS, "gpt2
 def jobs(quick: bool) -> Iterator[Job]:
     """What is measured. quick: the smallest part that exercises everything."""
     if quick:
-        few = ("dense", "local top-k", "ScaleCom look-ahead", "ScaleCom 4 bits, H = 4")
+        few = ("dense", "local top-k", "ScaleCom look-ahead", "ScaleCom, H = 4")
         yield Job("transformer", 2, (1000,), (ALONE, *few), 1.0)
         under_ddp = ("DDP dense", "DDP PowerSGD, rank 4", "DDP ScaleCom look-ahead")
         yield Job("transformer", 2, (1000,), (ALONE, *under_ddp), 1.0)
