@@ -29,8 +29,6 @@ from scalecom_hvd.integers import BLOCK, levels_of, words_of
 from scalecom_hvd.rate_controller import RateController
 from scalecom_hvd.stages import LADDER
 
-# Methods that average gradients. In this model, a cyclic leader costs what staggered ones do.
-METHODS = ["dense", "fp16", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead"]
 # Methods that average the changes of H steps: whole, and compressed.
 LOCAL_METHODS = ["local SGD", "ScaleCom local"]
 # Methods that send every element.
@@ -189,11 +187,6 @@ def _processor(method: str, s: Setting, c: Constants) -> float:
     measured = c.step[method]
     fixed = 0.0 if method in WHOLE_METHODS else min(FIXED, measured)
     return fixed + (measured - fixed) * s.numel / MEASURED_NUMEL
-
-
-def own_cores(c: Constants) -> Constants:
-    """The same constants, but every worker has processors of its own."""
-    return dataclasses.replace(c, cores=math.inf)
 
 
 def on_devices(c: Constants) -> Constants:

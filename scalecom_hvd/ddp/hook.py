@@ -104,7 +104,6 @@ class ScaleComState:
         self,
         model: nn.Module,
         process_group: dist.ProcessGroup | None = None,
-        loss_scale: Any = None,
         collectives: Collectives | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
@@ -127,8 +126,6 @@ class ScaleComState:
             raise ValueError(
                 "collectives= already says which ranks average together: leave process_group out"
             )
-        if loss_scale is not None:
-            self.compression.loss_scale = loss_scale
         parameters = averaged_parameters(model)
         if not parameters:
             raise ValueError("the model has no parameter that requires a gradient")
