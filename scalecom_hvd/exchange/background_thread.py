@@ -17,7 +17,9 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeVar
 
+T = TypeVar("T")
 POLL_SECONDS = 3e-4
 
 Jobs = queue.SimpleQueue  # of (job, function, arguments); None: the owner is gone
@@ -51,6 +53,11 @@ def wait_for_kept(given_up: float = math.inf) -> None:
     """Wait until no thread of this process keeps its owner alive, or until this time."""
     while _kept and time.monotonic() < given_up:
         time.sleep(POLL_SECONDS)
+
+
+def alive(registry: weakref.WeakValueDictionary[int, T]) -> list[T]:
+    """The registered objects that still live. A WeakSet fails if another thread adds to it now."""
+    return [one for ref in registry.valuerefs() if (one := ref()) is not None]
 
 
 class Job(Future):

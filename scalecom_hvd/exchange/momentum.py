@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import optimizer as every_optimizer
 
+from scalecom_hvd.exchange.background_thread import alive
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.gradients import local_part
 from scalecom_hvd.exchange.not_compiled import not_compiled
@@ -110,13 +111,13 @@ class QuasiHyperbolic:
     ) -> None:
         self._residues, self._collectives = residues, collectives
         self._names = {parameter: name for name, parameter in parameters.items()}
-        for other in list(_everyone):
+        for other in alive(_everyone):
             for parameter in parameters.values():
                 other._names.pop(parameter, None)
         self._by_hook, self._unused = by_hook, 0
         self._calls_step_twice = calls_step_twice
         self._unknown: set[str] = set()
-        _everyone.add(self)
+        _everyone[id(self)] = self
 
     def mixes_of(self, optimizer: torch.optim.Optimizer, is_outer: bool) -> list[_Mix]:
         """How momenta are mixed in the step that begins; `is_outer`: see _is_outer."""
@@ -242,7 +243,7 @@ def _fits(buffer: object, parameter: torch.Tensor) -> bool:
     )
 
 
-_everyone: weakref.WeakSet[QuasiHyperbolic] = weakref.WeakSet()
+_everyone: weakref.WeakValueDictionary[int, QuasiHyperbolic] = weakref.WeakValueDictionary()
 # The mixes of optimizers whose steps have begun. Horovod's optimizer calls, in its step, the step
 # of the class that it is made from, and PyTorch calls the hooks of both.
 _begun: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[_Mix]] = weakref.WeakKeyDictionary()
@@ -267,7 +268,7 @@ def _begin(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if optimizer in _begun:
         return
     is_outer = _is_outer(optimizer)
-    mixes = [mix for each in list(_everyone) for mix in each.mixes_of(optimizer, is_outer)]
+    mixes = [mix for each in alive(_everyone) for mix in each.mixes_of(optimizer, is_outer)]
     if mixes and _takes_step(optimizer):
         changes = bool(getattr(optimizer, "_optimizer_step_post_hooks", False))
         mixes = [mix.kept(changes) for mix in mixes]

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim import optimizer as every_optimizer
 
+from scalecom_hvd.exchange.background_thread import alive
 from scalecom_hvd.exchange.gradients import local_part
 from scalecom_hvd.exchange.not_compiled import not_compiled
 
@@ -70,7 +71,7 @@ class _Steps:
 
     def _ends(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.under_way = None
-        for each in list(_everyone):
+        for each in alive(_everyone):
             each.note_step(p for group in optimizer.param_groups for p in group["params"])
 
 
@@ -108,7 +109,7 @@ class UnusedAverages:
                 hook = parameter.register_hook(functools.partial(_before_backward, itself, name))
                 weakref.finalize(self, hook.remove).atexit = False
                 self._hooked.add(name)
-        _everyone.add(self)
+        _everyone[id(self)] = self
 
     def note_step(self, parameters: Iterable[torch.Tensor]) -> None:
         """An optimizer has ended a step with these parameters, among others perhaps."""
@@ -251,7 +252,7 @@ def _sum(parameter: torch.Tensor) -> float:
     return float(local_part(parameter).detach().sum(dtype=torch.float64))
 
 
-_everyone: weakref.WeakSet[UnusedAverages] = weakref.WeakSet()
+_everyone: weakref.WeakValueDictionary[int, UnusedAverages] = weakref.WeakValueDictionary()
 _steps = _Steps()
 
 

@@ -10,6 +10,7 @@ import queue
 import random
 import threading
 import time
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -20,6 +21,7 @@ from parallel.made_up import came_in, gradients
 from scalecom_hvd import ddp
 from scalecom_hvd.agreement import Numbers
 from scalecom_hvd.exchange import BinMeans, CollectiveError, Exchange, LocalTopK, ScaleCom
+from scalecom_hvd.exchange.background_thread import alive
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.reference import ScaleComReference
 
@@ -428,6 +430,17 @@ def test_an_optimizer_takes_a_transport_where_nothing_else_is_started(face):
     assert weight.count_nonzero() > 500
     came = torch.from_numpy(came_in(range(2), range(5), shapes)["weight"]).float()
     torch.testing.assert_close(-2 * weight + (waits + others).view(50, 100), came)
+
+
+def test_what_lives_is_listed_while_another_thread_adds_to_it():
+    """Ranks of one process make their optimizers at the same time."""
+    registry, everyone = weakref.WeakValueDictionary(), [Numbers() for _ in range(20_000)]
+    with ThreadPoolExecutor(1) as thread:
+        adding = thread.submit(lambda: registry.update((id(one), one) for one in everyone))
+        while not adding.done():
+            alive(registry)
+    adding.result()
+    assert alive(registry) == everyone
 
 
 def test_a_transport_brings_its_ranks():

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from scalecom_hvd.exchange.background_thread import wait_for_kept
+from scalecom_hvd.exchange.background_thread import alive, wait_for_kept
 from scalecom_hvd.exchange.gradients import local_part
 
 if TYPE_CHECKING:
     from scalecom_hvd.exchange.local.local_steps import LocalSteps
 
-_alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
+_alive: weakref.WeakValueDictionary[int, LocalSteps] = weakref.WeakValueDictionary()
 
 
 def register(local: LocalSteps) -> None:
     """Remember local steps as long as they live."""
-    _alive.add(local)
+    _alive[id(local)] = local
     # A script may end while averages travel. The rank that ends first shuts Horovod down, and the
     # others would fail. This is registered after Horovod's function, so it is called first.
     atexit.unregister(collect_all)
@@ -33,7 +33,7 @@ def register(local: LocalSteps) -> None:
 
 def any_held() -> bool:
     """Whether some optimizer of this process holds parameters in the middle of a round."""
-    return any(local.own.held for local in list(_alive))
+    return any(local.own.held for local in alive(_alive))
 
 
 def rounds_of(params: dict[str, object] | list[object]) -> list[LocalSteps]:
@@ -50,16 +50,16 @@ def rounds_of(params: dict[str, object] | list[object]) -> list[LocalSteps]:
         return []
     # A state_dict may hold other objects too.
     addresses = {local_part(t).data_ptr() for t in tensors if isinstance(t, torch.Tensor)}
-    if any(local.worker.has_any_at(addresses) for local in list(_alive)):
+    if any(local.worker.has_any_at(addresses) for local in alive(_alive)):
         # A deleted optimizer lives on in a reference cycle with its own class. The parameters of
         # another may now lie at the addresses of its parameters.
         gc.collect()
-    return [local for local in list(_alive) if local.worker.has_any_at(addresses)]
+    return [local for local in alive(_alive) if local.worker.has_any_at(addresses)]
 
 
 def collect_all(addresses: set[int] | None = None) -> None:
     """Wait for averages that travel to the parameters at these addresses. None: for all."""
-    for local in list(_alive):
+    for local in alive(_alive):
         # At a script's end, the ranks of a node may wait for one that ends with an error.
         if local.node is None if addresses is None else local.worker.has_any_at(addresses):
             with contextlib.suppress(Exception):  # what failed has been raised already
