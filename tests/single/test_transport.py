@@ -5,6 +5,7 @@ and all threads run at once. Collectives go through one queue to a thread. It wa
 have brought their part.
 """
 
+import functools
 import importlib
 import queue
 import random
@@ -343,6 +344,43 @@ def test_a_rank_that_fails_ends_the_step_on_all(fields):
     assert [type(error) for error in errors] == [CollectiveError, OSError, CollectiveError]
     assert str(errors[0]) == "rank 1 failed: no route to host"
     assert_rolled_back(ranks)
+
+
+def test_a_failure_on_the_background_thread_fails_one_step(monkeypatch):
+    """The step that was under way fails, and the next one is a step like any other."""
+    hub, failed = Hub(2), [threading.Event(), threading.Event()]
+    is_here = Waiting.done
+
+    def done(self):
+        on_background = threading.current_thread().name == "scalecom"
+        if on_background and not failed[self.rank].is_set():
+            failed[self.rank].set()
+            raise CollectiveError("the network was away")
+        return is_here(self)
+
+    def submit(self, name, kind, rank, *what):
+        waiting = Hub.submit(self, name, kind, rank, *what)
+        waiting.rank = rank
+        return waiting
+
+    monkeypatch.setattr(Waiting, "done", done)
+    monkeypatch.setattr(hub, "submit", functools.partial(submit, hub))
+
+    def act(rank):
+        method = ScaleCom(rate=20, min_numel=200, dense=(), warmup_steps=0)
+        like = {"weight": torch.zeros(3000)}
+        exchange = Exchange(like, method, ThreadCollectives(hub, rank))
+        exchange.ready("weight", torch.ones(3000))
+        exchange.send()
+        assert failed[rank].wait(SECONDS)
+        with pytest.raises(CollectiveError, match="the network was away"):
+            exchange.finish()
+        assert not method.residues.tensors["weight"].residue.any()
+        exchange.ready("weight", torch.ones(3000))
+        return exchange.finish()["weight"].count_nonzero()
+
+    assert run(2, act) == [150, 150]
+    hub.stop()
 
 
 @some_methods
