@@ -140,6 +140,8 @@ def test_early_synchronisations_in_the_warm_up(warmup_steps, ends, expected):
     assert rates[3:] == expected[3:]
     early = sum(step <= warmup_steps for step in ends)
     assert ranks.states()[0]["local_steps"]["early"] == early
+    # A run that is resumed ends the warm-up when this one does.
+    assert ranks.resumed().states()[0]["local_steps"]["early"] == early
 
 
 def test_stats_are_of_what_has_arrived():
