@@ -110,6 +110,17 @@ def test_what_waits_fades_as_the_oracle_says(selection, average):
     hold_to_the_oracle(3, method, 0.75, average == "contributors", **fields)
 
 
+@pytest.mark.parametrize("average", ["all", "contributors"])
+def test_a_sum_is_the_average_times_the_number_of_ranks(average):
+    """Also where averages are over fewer ranks: op=Sum does not change which way training goes."""
+    method = functools.partial(hvd.LocalTopK, average=average)
+    averages, sums = (
+        some(3, method, sums=sums).step(as_tensors(made_up(3, 0)))[0] for sums in (False, True)
+    )
+    for name in SHAPES:
+        torch.testing.assert_close(sums[name], 3 * averages[name])
+
+
 def test_a_frozen_tensors_residue_does_not_fade():
     simulation = some(2, functools.partial(hvd.LocalTopK, decay=0.5), beta=1.0)
     simulation.step(as_tensors(made_up(2, 0)))
