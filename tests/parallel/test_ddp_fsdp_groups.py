@@ -56,6 +56,13 @@ def test_gradients_are_divided_as_in_plain_fsdp2(factors, dimensions):
     torch.testing.assert_close(stock, ours)
 
 
+def test_a_node_may_have_fewer_ranks_than_there_are_nodes():
+    """So the factor is that of the nodes, and not of their ranks."""
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(), 1), mesh_dim_names=sharded.NAMES)
+    stock, ours = (gradients(mesh, mesh["shard"], plain, 1.0, None) for plain in (True, False))
+    torch.testing.assert_close(stock, ours)
+
+
 def test_fsdp2_averages_between_nodes_only_when_no_optimizer_does(monkeypatch):
     model, first = sharded.make("sgd", rate=1)
     other, optimizer = sharded.plain("sgd")
