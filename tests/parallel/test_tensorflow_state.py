@@ -12,6 +12,7 @@ from tensorflow_parity import Step, variables
 
 import scalecom_hvd.tensorflow as hvd
 import scalecom_hvd.tensorflow.keras as keras
+from scalecom_hvd.tensorflow import elastic
 
 MODES = [
     {},
@@ -213,6 +214,18 @@ def test_a_state_saved_before_the_first_step():
     compression.load_state_dict(scalecom().state_dict())
     run(compression, range(2))
     assert compression.state_dict()["step"] == 2
+
+
+def test_residues_that_were_made_after_a_commit_are_zero_when_it_is_restored():
+    """A worker may be lost before the first commit that has residues."""
+    compression = scalecom()
+    step = Step(variables(FEW), compression)
+    state = elastic.TensorFlowState([*step.model.values()], batch=0)  # this commits, too
+    first = run(step, range(2))
+    assert compression.stats()["residue_norm"] > 0
+    state.restore()
+    assert (compression.stats()["step"], compression.stats()["residue_norm"]) == (0, 0)
+    assert_same(run(step, range(2)), first)
 
 
 def test_a_newcomer_starts_with_empty_residues(caplog):
