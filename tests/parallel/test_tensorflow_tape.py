@@ -299,6 +299,21 @@ def test_a_step_that_overflows_on_one_rank_never_happened(mode, value):
         )
 
 
+def test_an_average_that_float16_cannot_hold_is_no_step():
+    """Residues are float32. What waits, and the next gradient, may add up to too much."""
+    compression = scalecom(rate=20, bits=32)
+    step = Step(variables({"weight": (60, 50)}, tf.float16), compression)
+
+    def of(*values):
+        grad = np.zeros(3000, np.float16)
+        grad[[0, 64]] = values  # of one lane, which sends the larger one
+        return step({"weight": grad.reshape(60, 50)})["weight"]
+
+    assert np.isfinite(of(5e4, 6e4)).all()
+    assert np.isnan(of(5e4, 0)).all()
+    assert (compression.stats()["step"], compression.stats()["skipped_steps"]) == (1, 1)
+
+
 def test_sparse_gradients_are_horovods_own():
     table = tf.Variable(tf.zeros([300, 20]), name="table")
     head = tf.Variable(tf.zeros([20, 150]), name="head")
