@@ -500,15 +500,11 @@ def _check_names(names: Iterable[str], complaint: str, spell: Callable[[str], st
             hint = f"did you mean {spell(near[0])}?" if near else f"the settings are {listed}"
             hints = {
                 "planned_steps": f"it is called {spell('total_steps')} now",
-                "step_ahead": "gradients are no longer computed a step ahead, and the optimizer's "
-                "momentum does the same for accuracy. Leave it out, or give "
-                f"{spell('nu')}=1 where it was 0",
+                "quantiser": "give bits= (ScaleCom), or take LocalTopK(quantiser=...)",
                 "shared": "in RandomK, all ranks draw the same indices: leave it out",
                 "warmup_rate": "a schedule does the same: rate={0: 4, 300: 16}",
                 "wire_dtype": "values no longer travel in float16. Give "
                 f"{spell('bits')}=8, which is less",
-                "max_norm": f"{spell('outliers')} bounds gradients by recent ones. For a fixed "
-                "bound, clip each rank's gradients before they are averaged",
             } | dict.fromkeys(OPTIMIZERS_ARGUMENTS, "that is an argument of DistributedOptimizer")
             raise ValueError(f"{complaint} {spell(str(name))}; {hints.get(name, hint)}")
 

@@ -21,9 +21,6 @@ from scalecom_hvd.exchange.methods import ScaleCom
 from scalecom_hvd.exchange.public_names import *  # noqa: F403
 from scalecom_hvd.exchange.simulator import Simulation
 
-# Type checkers must not see it: they would allow any name.
-globals()["__getattr__"] = _missing.no_attribute
-
 __all__ = ["CollectiveError", "Collectives", "Numbers", "Wait", "Work"]
 __all__ += ["Exchange", "Face", "LocalSteps", "Options", "ScaleCom", "Simulation"]
 __all__ += public_names.__all__

@@ -294,20 +294,18 @@ class Bucket:
         """The averages (k,) of values that were taken at these offsets, once they have arrived."""
         if isinstance(self.values, Values):
             return self.values.averages
-        averages = self.values.averages_of(self.slots, offsets, self.share)
-        if averages is None:
-            averages = self._scaled(self.values.sums(), offsets).mul_(self.share)
-        return averages
-
-    def _scaled(self, sums: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Sums of integers (k,), times the scales that travel with the offsets."""
-        values = sums.to(self.residue_dtype)
+        in_c = self.values.averages_of(self.slots, offsets, self.share)
+        if in_c is not None:
+            return in_c
+        # Sums of integers, times the scales that travel with the offsets.
+        averages = self.values.sums().to(self.residue_dtype)
         if self._scale_of is not None:
             scales = offsets[: self.layout.scales_bytes].view(torch.float32)
-            return values.mul_(scales.index_select(0, self._scale_of))
-        for slot in self.slots:
-            scale_blocks_(slot.values(values), slot.scales(offsets))
-        return values
+            averages.mul_(scales.index_select(0, self._scale_of))
+        else:
+            for slot in self.slots:
+                scale_blocks_(slot.values(averages), slot.scales(offsets))
+        return averages.mul_(self.share)
 
 
 def plan_buckets(

@@ -42,8 +42,7 @@ class Sampler:
         tensors = {name: tensor for bucket in buckets for name, tensor in bucket.compressed.items()}
         self._columns = {}
         self._beta = next((tensor.beta for tensor in tensors.values()), 1.0)
-        geometries = {name: tensor.geometry for name, tensor in tensors.items()}
-        self._pieces = draw(geometries)
+        self._pieces = draw({name: tensor.geometry for name, tensor in tensors.items()})
         self._places = {
             name: torch.from_numpy(piece.positions).to(tensors[name].residue.device)
             for name, piece in self._pieces.items()

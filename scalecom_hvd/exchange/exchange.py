@@ -102,12 +102,10 @@ class Exchange(Averager):
         self.agreed = self._finishing = False
         self._restarted = collectives.restarts()
         self._options, self._face = options or Options(), face or Face()
-        self._settings = method.settings | dict(settings or {})
+        own = {} if method.diagnostics is None else {"diagnostics": method.diagnostics}
+        self._settings = method.settings | dict(settings or {}) | own
         self._copies = ResidueCopies(method)
-        self._sampler: Sampler | None = None
-        if method.diagnostics is not None:
-            self._sampler = Sampler(method.diagnostics)
-            self._settings["diagnostics"] = method.diagnostics
+        self._sampler = Sampler(method.diagnostics) if method.diagnostics else None
         self._pace: Pace | None = None  # of rate="auto"
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()

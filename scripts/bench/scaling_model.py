@@ -38,7 +38,6 @@ def fit(measured: list[dict[str, Any]], cores: int) -> Constants:
     """
     there = {method_of(r) for r in measured}
     methods = [method for method in (*METHODS, *LOCAL_METHODS) if method in there]
-
     families = list(dict.fromkeys(map(family_of, methods)))
 
     def constants(x: np.ndarray) -> Constants:

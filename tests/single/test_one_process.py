@@ -9,7 +9,7 @@ import torch
 from simulated import as_tensors, assert_same, made_up, simulate
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd import ddp, exchange
+from scalecom_hvd import ddp
 from scalecom_hvd.ddp import ScaleComState
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.missing import TORCHS_ALONE
@@ -188,7 +188,7 @@ def test_what_tensorflow_has_not_is_here():
     assert set(TORCHS_ALONE) < set(hvd.__all__)
 
 
-@pytest.mark.parametrize("face", [hvd, ddp, exchange])
+@pytest.mark.parametrize("face", [hvd, ddp])
 def test_what_was_removed_says_what_to_use_now(face):
     with pytest.raises(AttributeError, match="no GTopK. It was removed: use LocalTopK"):
         _ = face.GTopK

@@ -68,16 +68,12 @@ class Method:
         name = type(self).__name__
         if unknown := {*self.uses} - {*OPTIONAL}:
             raise TypeError(f"{name}.uses names {sorted(unknown)}, but knows only {OPTIONAL}")
-        if "quantiser" in fields:
-            raise TypeError(
-                f"{name} has no quantiser: give bits= (ScaleCom), or take LocalTopK(quantiser=...)"
-            )
         config = (config or ScaleComConfig.from_env()).replace(**fields)
         # Settings that depend on whether every step averages gradients; see `settle`.
         self._open = [name for name in ("beta", "nu") if getattr(config, name) is None]
-        self.run = Run(self, self._resolved(config))
-        if self.config.rate == "auto" and "bits" not in self.uses:
+        if config.rate == "auto" and "bits" not in self.uses:
             raise ValueError("rate='auto' needs ScaleCom: give a rate")
+        self.run = Run(self, self._resolved(config))
         defaults = self._resolved(ScaleComConfig())
         for field in sorted({*OPTIONAL} - {*self.uses}):
             if getattr(self.config, field) != getattr(defaults, field):
@@ -85,11 +81,9 @@ class Method:
                     f"{field} means nothing to {name}: leave it out, and unset "
                     f"SCALECOM_{field.upper()} if it is set"
                 )
-        self.diagnostics: int | None = None
-        if diagnostics is not None:
-            self.diagnostics = checked_integer("diagnostics", diagnostics)
-            if self.diagnostics < 1:
-                raise ValueError(f"diagnostics must be at least 1, not {diagnostics}")
+        if diagnostics is not None and checked_integer("diagnostics", diagnostics) < 1:
+            raise ValueError(f"diagnostics must be at least 1, not {diagnostics}")
+        self.diagnostics = None if diagnostics is None else int(diagnostics)
         self.scaling = LossScale(loss_scale)
         self.quasi_hyperbolic: QuasiHyperbolic | None = None
 
