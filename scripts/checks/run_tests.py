@@ -103,11 +103,14 @@ DDP = f"""
     torch_unlike_ranks torch_methods::a_step_that_does_not_count_leaves_the_state
     torch_methods::resuming_is_bit_identical[Momentum-{{}}-new_optimizer]
     torch_methods::resuming_is_bit_identical[Momentum-{{}}-mid_run]"""
+# What depends most on which stream a tensor is in.
+STREAMS = "ddp_devices ddp_differential ddp_hook ddp_momentum ddp_optimizer torch_amp torch_orders"
 PROGRAMS = "torch_differential torch_local_differential"
 # What Gloo and more than two ranks may change for TensorFlow.
 UNLIKE = "tensorflow_tape::gradients_that_come_later_on_one_rank_alone"
 # They run at the same time, the longest first: see tests/integration/conftest.py.
 AT_ONCE = f"-n {min(4, len(CORES))} --dist loadgroup --no-loadscope-reorder"
+SLOW = f"{AT_ONCE} --timeout=1000"
 # Half of the time of tests/single. What ranks do needs kernels too, and notices most of it.
 KERNELS = [f"tests/single/test_{name}.py" for name in ("kernels", "torch_kernels", "triton")]
 
@@ -125,17 +128,11 @@ SHORT = {
     "integration": pytest("integration", f"{AT_ONCE} --timeout=300", alone=True),
 }
 LONG = {
-    # The pages' scripts say where they run.
-    "device, torchrun -np 2": on_ranks(
-        f"{DDP} -ddp_pages ddp_devices", "--timeout=200", environment=LATE, limit=2400
-    ),
+    "device, torchrun -np 2": on_ranks(STREAMS, "--timeout=200", environment=LATE, limit=2400),
     "tensorflow, mpirun -np 2, other files": on_ranks(
         f"tensorflow_* -{' -'.join(KERAS_AND_TAPE.split())}"
     ),
-    "ddp, torch alone, torchrun -np 2": on_ranks(
-        "torch_diagnostics torch_local_states torch_local_steps torch_methods torch_parity",
-        marks="",
-    ),
+    "ddp, torch alone, torchrun -np 2": on_ranks("torch_local_states torch_methods torch_parity"),
     "kernels": dataclasses.replace(pytest(""), tests=KERNELS),
     "ddp nodes, torchrun -np 4, other files": on_ranks(OTHER_NODES),
     "programs, mpirun -np 3": on_ranks(PROGRAMS, "-k test_random_programs", environment=MINUTE),
@@ -145,19 +142,20 @@ LONG = {
     ),
     "device, one process, the rest": pytest("delayed", marks="long"),
     # They kill ranks, run on several hosts, or train to an accuracy.
-    "long integration": pytest(
-        "integration",
-        f"{AT_ONCE} --timeout=1000",
-        marks="long and not nightly",
-        limit=2400,
-        alone=True,
-    ),
+    "long integration": pytest("integration", SLOW, marks="long and not nightly", alone=True),
 }
 NIGHTLY = {
     "torch, mpirun -np 4": on_ranks(OF_MANY, marks=""),
     "torch, horovodrun --gloo -np 2": on_ranks(OF_MANY, marks=""),
     "ddp, torch alone, torchrun -np 4": on_ranks(
-        "ddp_* -ddp_devices torch_nodes torch_thrown_away", marks="", environment=MINUTE
+        "ddp_* -ddp_devices torch_nodes torch_thrown_away torch_diagnostics torch_local_states"
+        " torch_local_steps torch_methods torch_parity",
+        marks="",
+        environment=MINUTE,
+    ),
+    # The pages' scripts say where they run.
+    "device, torchrun -np 2, other files": on_ranks(
+        f"{DDP} -ddp_pages -{' -'.join(STREAMS.split())}", "--timeout=200", environment=LATE
     ),
     # Plain FSDP2 frees what other streams read, so there it is no oracle for random programs.
     "device nodes, torchrun -np 4": on_ranks(
@@ -178,9 +176,7 @@ NIGHTLY = {
         PROGRAMS, "-k test_random_programs", environment=MINUTE
     ),
     "long tests of one process": pytest("single", "--timeout=300", marks="long"),
-    "nightly integration": pytest(
-        "integration", f"{AT_ONCE} --timeout=1000", marks="nightly", limit=2400, alone=True
-    ),
+    "nightly integration": pytest("integration", SLOW, marks="nightly", limit=2400, alone=True),
 }
 # NCCL's ranks that share a GPU take turns on it, which needs patience. FSDP2 is not tested over
 # Gloo, because it ends the process there (PyTorch 2.11).
