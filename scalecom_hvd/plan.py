@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--mbit", positive, "nominal speed of each worker's network link in Mbit/s"),
         ("--compute-ms", positive, "milliseconds of a step's forward and backward alone"),
         ("--gpus-per-node", whole, "number of workers that share a network link (default: 1)"),
-        ("--rate", positive, "one element in N is sent (default: 8)"),
+        ("--rate", positive, "one element in N is sent (default: 8, or 100 with 32 bits)"),
         ("--bits", _whole_number(2), "bits of each of ScaleCom's values (default: 4)"),
         ("--local-steps", whole, "a number of local steps to show besides 4 and 16"),
         ("--steps", whole, "steps of the whole run: its time, and whether it is too short"),

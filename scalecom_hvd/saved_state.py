@@ -22,7 +22,7 @@ Saved = Mapping[str, Any]
 STATE_VERSION = 2
 WITHOUT = "go on without loading the state (the residues start at zero)"
 # Settings that may differ between a checkpoint and the run that loads it: residues mean the same.
-# Settings of earlier releases, which do not matter either.
+# Settings of earlier versions, which do not matter either.
 _GONE = ("step_ahead", "wire_dtype", "warmup_rate", "max_norm")
 _FREE_SETTINGS = ("warmup_steps", *_GONE, "total_steps", "flush", "nu", "outliers")
 # Settings that may also differ for ScaleCom. They may not for other methods, which draw, or choose,
@@ -176,21 +176,17 @@ def check_offsets(offsets: Mapping[str, NDArray[Any]], lanes: Mapping[str, Lanes
     would be sent, some of them twice.
 
     Args:
-        offsets: {name: offsets (k,) of the lanes' dtype, or their bytes as uint8}.
+        offsets: {name: offsets (k,) of the lanes' dtype}.
         lanes: {name: geometry} of all compressed tensors.
     """
     for name, given in offsets.items():
         own = lanes.get(name)
-        if (
-            own is None
-            or given.dtype not in (np.uint8, own.offset_dtype)
-            or (given.ndim, given.nbytes) != (1, own.k * own.offset_width)
-        ):
+        if own is None or (given.dtype, given.shape) != (own.offset_dtype, (own.k,)):
             raise ValueError(
                 f"look-ahead's offsets of {name} belong to another model, or are damaged. Load "
                 "another state"
             )
-        if not own.fit(given.view(own.offset_dtype)):
+        if not own.fit(given):
             raise ValueError(
                 f"look-ahead's offsets of {name} are damaged: they lie outside of their lanes. "
                 f"Load the state of another step, or {WITHOUT}"

@@ -109,7 +109,8 @@ class ScaleComState:
     ) -> None:
         """Serve a model. This is needed only for a state that was unpickled.
 
-        All ranks must call this together, with arguments as in the constructor.
+        All ranks must call this together, with arguments as in the constructor. A pickle has no
+        loss scale: set state.compression.loss_scale.
         """
         unwrapped = getattr(model, "_orig_mod", model)  # torch.compile's
         wrapper = unwrapped if isinstance(unwrapped, DistributedDataParallel) else None

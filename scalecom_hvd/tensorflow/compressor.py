@@ -114,7 +114,7 @@ class _Settings(tf.train.experimental.PythonState):
     def check(self, state: Mapping[str, Any], has_residues: bool) -> None:
         """Check a saved state. If it has residues, it settles what is still open."""
         saved = state.get("config", {})
-        if saved:  # earlier releases had look-ahead, whose residues mean the same
+        if saved:  # versions before 0.3.0 had look-ahead, whose residues mean the same
             saved = {**saved, "lookahead": False}
             state = {**state, "config": saved}
         if not has_residues:  # perhaps saved when nothing said yet what beta is
@@ -198,7 +198,7 @@ class ScaleCom(Tracked, Compressor):
                 "warm-up that is sent whole"
             )
         if self.config.lookahead:
-            raise ValueError("lookahead=True works only in PyTorch: leave it out")
+            raise ValueError("lookahead works only in PyTorch: unset it, or SCALECOM_LOOKAHEAD")
         self.knows_loss_scale = loss_scale is not None
         self.current_loss_scale = scale_reader(loss_scale)
         self._bound = _Bound()

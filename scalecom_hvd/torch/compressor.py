@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from horovod.common.process_sets import ProcessSet
 
+from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange import methods
 from scalecom_hvd.exchange.faces import without_ties
 from scalecom_hvd.exchange.new_gradients import freshness
@@ -33,7 +34,7 @@ class ScaleCom(methods.ScaleCom):
 
     Args:
         named_parameters: an iterable of (name, parameter), such as model.named_parameters(). It is
-            required there.
+            required there, and only there: with it, values have 32 bits.
         process_set: the process set given to the optimizer.
 
     There, ScaleCom works with look-ahead and 32 bits, and takes no schedule of rates or
@@ -48,17 +49,17 @@ class ScaleCom(methods.ScaleCom):
         process_set: ProcessSet | None = None,
         **settings: Any,
     ) -> None:
-        if named_parameters is not None:
-            # Horovod's own optimizer sums floats, so values cannot be integers there.
-            self.uses = tuple(one for one in self.uses if one != "bits")
-            if settings.get("bits") not in (None, 32):
-                raise TypeError(_ELSEWHERE.format(f"bits={settings['bits']!r}"))
-        super().__init__(**settings)
         self._process_set = process_set
         self._named_parameters = None if named_parameters is None else _by_name(named_parameters)
+        super().__init__(**settings)
         named = self._named_parameters or {}
         self._trained = {name for name, p in named.items() if p.requires_grad}
         self._fresh = freshness(named)
+
+    def _resolved(self, config: ScaleComConfig, every_step: bool = False) -> ScaleComConfig:
+        # Horovod's own optimizer sums floats, so values cannot be integers there.
+        knows_bits = self._named_parameters is None or config.rate == "auto"
+        return config.resolved(every_step, knows_bits)
 
     def compress(self, tensor: Any = None) -> tuple[torch.Tensor, Any]:
         """What Horovod's own optimizer sends for a gradient: k values, or all of it.
@@ -99,6 +100,7 @@ class ScaleCom(methods.ScaleCom):
             return
         for asked, what in (
             (not self.config.has_fixed_rate, f"rate={self.config.rate!r}"),
+            (self.config.bits < 32, f"bits={self.config.bits}"),
             (self.diagnostics is not None, "diagnostics=..."),
         ):
             if asked:

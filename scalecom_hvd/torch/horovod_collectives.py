@@ -26,6 +26,7 @@ from horovod.common.process_sets import ProcessSet
 from horovod.torch import mpi_ops
 
 from scalecom_hvd.agreement import JOIN_REFUSED, NUMBERS, is_elastic
+from scalecom_hvd.exchange.background_thread import alive
 
 TWO_THREADS = (
     "two optimizers of this process take their first steps, or find no new gradients, at the same "
@@ -39,13 +40,13 @@ _ENDS_ON_DEFAULT_STREAM = bool(torch.version.hip) or os.environ.get(
     "HOROVOD_ENABLE_ASYNC_COMPLETION", "0"
 ) not in ("", "0")
 
-_alive: weakref.WeakSet[HorovodCollectives] = weakref.WeakSet()
+_alive: weakref.WeakValueDictionary[int, HorovodCollectives] = weakref.WeakValueDictionary()
 
 
 def exchanges_alive() -> bool:
     """Whether an optimizer of this process uses ScaleCom on more than one rank."""
     gc.collect()  # a deleted optimizer stays in a cycle with its own class
-    return any(collectives.size > 1 for collectives in _alive)
+    return any(collectives.size > 1 for collectives in alive(_alive))
 
 
 def restarts() -> Callable[[], bool]:
@@ -145,7 +146,7 @@ class HorovodCollectives:
         self._sum = {"op": horovod.Sum, "process_set": self._process_set}
         self.spins = True
         self._size = 0
-        _alive.add(self)
+        _alive[id(self)] = self
 
     @property
     def elastic(self) -> bool:

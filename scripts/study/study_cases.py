@@ -47,8 +47,8 @@ SENT: dict[str, tuple[str, dict[str, Any]]] = {
     "ScaleCom, 32 bits, 3 %": ("ScaleCom", {"rate": 33, "beta": 1.0}),
 }
 MAIN = ("plain average", "DiLoCo", "SparseLoCo, 3 %", "its choice, 3 %")
-# What is trained, after how many steps workers meet, what they send then, and how many seeds.
-MEETINGS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], Iterable[str], int]] = {
+# What is trained, H, what workers send after H steps, and how many seeds.
+SYNCHRONISED: dict[str, tuple[str, dict[str, Any], tuple[int, ...], Iterable[str], int]] = {
     "LSTM, AdamW, 4 workers": ("lstm", {"steps": 1984}, (4, 16, 64), SENT, 3),
     "LSTM, AdamW, 8 workers": ("lstm", {"steps": 1984, "workers": 8}, (16,), MAIN, 1),
     "Transformer of 1.2 M, 4 workers": ("wider", {"lr_warmup": 0.05}, (16, 64), MAIN, 3),
@@ -160,7 +160,7 @@ def with_seeds(case: Case, seeds: tuple[int, ...], quick: bool) -> Iterator[Run]
         run = dataclasses.replace(run, steps=QUICK_STEPS.get(case.experiment, 150))
     wanted = {"momentum": 2, "local": 3}.get(case.experiment, len(seeds))
     if case.experiment == "synchronisations":
-        *_, wanted = MEETINGS[case.group]
+        *_, wanted = SYNCHRONISED[case.group]
     if quick or run.workers >= 64:
         wanted = 1
     for seed in (TRIAL_SEED,) if case.experiment == "trials" else seeds[:wanted]:
@@ -277,7 +277,7 @@ def synchronisations(quick: bool) -> Iterator[Case]:
     Workers step by AdamW, and all cases take equally many gradients. Every tensor from 256 elements
     on is compressed.
     """
-    for group, (task, own, apart, asked, _) in [*MEETINGS.items()][: 1 if quick else None]:
+    for group, (task, own, apart, asked, _) in [*SYNCHRONISED.items()][: 1 if quick else None]:
         fields = {"optimizer": "adamw"} | own
         for what, (method, options) in EVERY_STEP.items():
             yield case("synchronisations", group, what, task, method, 1, **fields | options)

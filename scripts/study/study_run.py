@@ -295,16 +295,16 @@ def simulate(
     if run.method == "dense":
         method, options = hvd.ScaleCom, {"dense": ["*"], "warmup_steps": 0}
     else:
-        # The output layer is that of the last weight.
-        last = [name for name, p in make_parameters(0).items() if p.dim() > 1][-1]
-        output = last.removesuffix("weight") + "*"
+        # The output layer is that of the last of several weights.
+        weights = [name for name, p in make_parameters(0).items() if p.dim() > 1]
+        output = [weights[-1].removesuffix("weight") + "*"] if len(weights) > 1 else []
         if "output_rate" in options:
-            options["rates"] = {output: options.pop("output_rate")}
+            options["rates"] = dict.fromkeys(output, options.pop("output_rate"))
         rivals = {"DeMo": study_rivals.DeMo, "PowerSGD": study_rivals.PowerSGD}
         method = rivals.get(run.method) or getattr(hvd, run.method)
         recommended: dict[str, Any] = {}
         if run.warmup is not None:
-            recommended = {"dense": [output], "warmup_steps": round(run.warmup * run.steps)}
+            recommended = {"dense": output, "warmup_steps": round(run.warmup * run.steps)}
             recommended |= {"bits": 32} if run.method == "ScaleCom" else {}
         options = recommended | options
     config = hvd.ScaleComConfig()  # not what the environment says

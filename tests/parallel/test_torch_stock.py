@@ -63,8 +63,6 @@ def test_names_given_to_scalecom():
     ):
         with pytest.raises(ValueError, match=message):
             ScaleCom(names)
-    with pytest.raises(TypeError, match="bits=4 works only in this package's"):
-        ScaleCom(list(model.items()), bits=4)
     optimizer = optimizer_of(model, ScaleCom(list(model.items())[:2]))
     with pytest.raises(TypeError, match="cannot tell which parameter's gradient"):
         models.feed(model, gradients(SHAPES, hvd.rank(), 0))

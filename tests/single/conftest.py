@@ -1,9 +1,15 @@
 """Tests in one process, including tests of the programs in scripts/."""
 
+import contextlib
 import sys
 from pathlib import Path
 
 import pytest
+
+# TensorFlow and Triton both bring LLVM. If Triton comes after TensorFlow, and both halves of
+# Horovod are started, the process dies at its exit. PyTorch imports Triton now and then.
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401
 
 TESTS = Path(__file__).resolve().parents[1]
 # tests/momentum.py serves tests on one process and on several. parallel.made_up belongs to the

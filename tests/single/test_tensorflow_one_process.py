@@ -68,7 +68,7 @@ def test_settings_of_the_object(monkeypatch):
         ({"rate": 0.5}, ValueError, "at least 1"),
         ({"beta": 0}, ValueError, "beta must be in"),
         ({"rate": {0: 4, 3: 8}}, ValueError, "works only in PyTorch, because a graph has one rate"),
-        ({"lookahead": True}, ValueError, "lookahead=True works only in PyTorch: leave it out"),
+        ({"lookahead": True}, ValueError, "lookahead works only in PyTorch: unset it"),
         ({"ratte": 5}, ValueError, "no setting ratte; did you mean rate"),
         ({"named_parameters": []}, ValueError, "there is no setting named_parameters"),
         ({"loss_scale": 1024}, TypeError, "must be a LossScaleOptimizer or a callable"),

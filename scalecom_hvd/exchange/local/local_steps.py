@@ -150,7 +150,7 @@ class LocalSteps(Averager):
             part_of=self,
         )
         method.run.begin(self.common, self)
-        register(self)
+        register(self, travels=overlap > 0)
 
     @property
     def active(self) -> bool:

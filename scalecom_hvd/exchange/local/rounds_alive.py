@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 _alive: weakref.WeakValueDictionary[int, LocalSteps] = weakref.WeakValueDictionary()
 
 
-def register(local: LocalSteps) -> None:
-    """Remember local steps as long as they live."""
+def register(local: LocalSteps, travels: bool) -> None:
+    """Remember local steps as long as they live. travels: whether averages do while steps go on."""
     _alive[id(local)] = local
-    # A script may end while averages travel. The rank that ends first shuts Horovod down, and the
-    # others would fail. This is registered after Horovod's function, so it is called first.
-    atexit.unregister(collect_all)
-    atexit.register(collect_all)
+    if travels:
+        # A script may end while averages travel. The rank that ends first shuts Horovod down, and
+        # the others would fail. This is registered after Horovod's function, so it is called first.
+        atexit.unregister(collect_all)
+        atexit.register(collect_all)
 
 
 def any_held() -> bool:

@@ -50,7 +50,7 @@ class Method:
         ValueError, TypeError: a setting cannot work, or means nothing to the method.
     """
 
-    uses: tuple[str, ...] = ("selection",)
+    uses: ClassVar[tuple[str, ...]] = ("selection",)
     """Those of OPTIONAL that this method has a use for: "leader" if one rank chooses for all, and
     "bits" if values may be integers, which bucket.take_and_accumulate() makes."""
     equal_state: ClassVar[tuple[str, ...]] = ()

@@ -57,7 +57,7 @@ class ScaleCom(Method):
         >>> ScaleCom(rate=8, bits=4)
     """
 
-    uses: tuple[str, ...] = OPTIONAL
+    uses = OPTIONAL
     equal_state = ("offsets", "scales")
 
     @classmethod
