@@ -98,6 +98,8 @@ class ScaleCom(methods.ScaleCom):
         """Attach to the parameters given to this object, unless it serves an optimizer already."""
         if self.run.averager is not None:
             return
+        if self._named_parameters is None:
+            raise TypeError(_NEEDS_PARAMETERS)
         for asked, what in (
             (not self.config.has_fixed_rate, f"rate={self.config.rate!r}"),
             (self.config.bits < 32, f"bits={self.config.bits}"),
@@ -105,8 +107,6 @@ class ScaleCom(methods.ScaleCom):
         ):
             if asked:
                 raise TypeError(_ELSEWHERE.format(what))
-        if self._named_parameters is None:
-            raise TypeError(_NEEDS_PARAMETERS)
         self.settle(every_step=True)
         # Horovod keeps to the parameters that were trained when its optimizer was made. That was
         # after this object was made, and before the first step.

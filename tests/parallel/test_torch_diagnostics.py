@@ -79,11 +79,13 @@ def test_ranks_that_would_look_at_different_steps(mine, theirs, words):
 
 
 @horovods_alone
-def test_horovods_own_optimizer_has_none():
+@pytest.mark.parametrize("what", ["diagnostics=...", "bits=4", "rate='auto'"])
+def test_horovods_own_optimizer_has_none(what):
     model = parameters(SHAPES)
-    optimizer, _ = wrap(stock, model, diagnostics=50)
+    settings = {"diagnostics=...": {"diagnostics": 50}, "bits=4": {"bits": 4}}
+    optimizer, _ = wrap(stock, model, **settings.get(what, {"rate": "auto"}))
     if hvd.size() > 1:
-        with pytest.raises(TypeError, match=r"diagnostics=... works only in this package's"):
+        with pytest.raises(TypeError, match=f"{what} works only in this package's"):
             feed(model, gradients(SHAPES, hvd.rank(), 0))
     for p in model.values():
         p.grad = None
