@@ -12,7 +12,7 @@ help:
 	@echo "make setup-torch   .venv-torch with PyTorch and this package alone (any Python from 3.10 to 3.13)"
 	@echo "make demo          trains a ResNet, a Keras ResNet and an LSTM on 2 ranks, dense and with ScaleCom; table and picture"
 	@echo "make demo-torch    trains the ResNet on 2 ranks by torchrun, without Horovod (three minutes)"
-	@echo "make test          ruff, mypy and the tests, on 1, 2 and 4 ranks (eight minutes on two cores)"
+	@echo "make test          ruff, mypy and the tests, on 1, 2 and 4 ranks (ten minutes on two cores)"
 	@echo "make test-long     what CI runs besides: kills, hosts, elastic jobs, late streams (20 minutes)"
 	@echo "make test-nightly  all other tests: more launchers and ranks, random programs, study (an hour)"
 	@echo "make test-gpu      the doctor's tests of GPUs, the kernel's, and those of torchrun's ranks on a GPU"

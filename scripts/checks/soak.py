@@ -109,7 +109,7 @@ PLANS = [
     Plan("horovodrun", "drop-in", AS_THEY_ARE),
     Plan("horovodrun", "drop-in", AHEAD),
     Plan("horovodrun", "drop-in", {"rate": "auto"}),
-    Plan("horovodrun", "Horovod's own", COMPRESSED),
+    Plan("horovodrun", "Horovod's own", AS_THEY_ARE),
     Plan("horovodrun", "drop-in", AS_THEY_ARE, {"local_steps": 3}),
     Plan("horovodrun", "drop-in", COMPRESSED, TRAVELS),
     Plan("torchrun", "drop-in", COMPRESSED),
