@@ -4,12 +4,12 @@
 import, such as scalecom_hvd.torch, put it into optimizers.
 """
 
-from scalecom_hvd import missing as _missing
+from scalecom_hvd.missing import explained as _explained
 
 try:
     import torch  # noqa: F401
 except ModuleNotFoundError as _error:
-    raise _missing.explained(_error, "scalecom_hvd.exchange") from _error
+    raise _explained(_error, "scalecom_hvd.exchange") from _error
 
 from scalecom_hvd.agreement import Numbers
 from scalecom_hvd.exchange import public_names
