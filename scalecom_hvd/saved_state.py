@@ -176,12 +176,13 @@ def check_offsets(offsets: Mapping[str, NDArray[Any]], lanes: Mapping[str, Lanes
     would be sent, some of them twice.
 
     Args:
-        offsets: {name: offsets (k,) of the lanes' dtype}.
+        offsets: {name: offsets (k,) of the lanes' dtype; (0,) if each lane has one element}.
         lanes: {name: geometry} of all compressed tensors.
     """
     for name, given in offsets.items():
         own = lanes.get(name)
-        if own is None or (given.dtype, given.shape) != (own.offset_dtype, (own.k,)):
+        shape = (own.k * bool(own.offset_width) if own else 0,)
+        if own is None or (given.dtype, given.shape) != (own.offset_dtype, shape):
             raise ValueError(
                 f"look-ahead's offsets of {name} belong to another model, or are damaged. Load "
                 "another state"

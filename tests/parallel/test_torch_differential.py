@@ -76,7 +76,8 @@ class Trained:
                 fields |= sent | (script.narrow if sent != EVERYTHING else {})
             if library is stock:
                 fields["named_parameters"] = named.items()
-                fields["rate"] = sent["rate"]  # Horovod's own optimizer takes no schedule
+                # Horovod's own optimizer takes no schedule and no few bits.
+                fields |= {"rate": sent["rate"], "bits": 32}
             kind = getattr(hvd, method)
             self.compressor = kind(loss_scale=lambda: self.scale_now, **for_method(kind, fields))
         if script.groups is not None and library is hvd:

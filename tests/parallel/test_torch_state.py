@@ -29,7 +29,10 @@ def in_modes(modes, of_stock=({},)):
 
 
 @pytest.mark.parametrize("where", ["new_optimizer", "mid_run"])
-@in_modes([*MODES, {"warmup_steps": 9}], of_stock=[{}, {"warmup_steps": 9}])
+@in_modes(
+    [*MODES, {"warmup_steps": 9}, {"lookahead": True, "rate": 1.0001}],  # one element to a lane
+    of_stock=[{}, {"warmup_steps": 9}, {"rate": 1.0001}],
+)
 def test_resuming_is_bit_identical(library, mode, where):
     def run():
         model = models.parameters(SHAPES)
