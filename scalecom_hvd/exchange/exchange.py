@@ -25,7 +25,9 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -51,6 +53,37 @@ from scalecom_hvd.exchange.unused_averages import ResidueCopies
 from scalecom_hvd.exchange.waves import MOST_CHANNELS, Progress, Waves
 from scalecom_hvd.saved_state import Saved
 from scalecom_hvd.schedule import leader
+
+
+class _Entered(AbstractContextManager[None]):
+    """See Exchange.entered. Every gradient enters twice, and a generator takes longer."""
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        streams: AbstractContextManager[None],
+        abort: Callable[[], None],
+    ) -> None:
+        self._lock, self._streams, self._abort = lock, streams, abort
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            self._streams.__enter__()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            if error[0] is not None:
+                self._abort()
+        finally:
+            try:
+                self._streams.__exit__(*error)
+            finally:
+                self._lock.release()
+
 
 _KINDS = ("offsets", "values", "dense", "gathered", "collectives")
 
@@ -299,15 +332,9 @@ class Exchange(Averager):
         with self._lock, self.streams.entered():
             self._abort()
 
-    @contextlib.contextmanager
-    def entered(self, joins: bool = True) -> Iterator[None]:
+    def entered(self, joins: bool = True) -> AbstractContextManager[None]:
         """Let one thread in. After an error, forget the step. `joins`: see Streams.entered."""
-        with self._lock, self.streams.entered(joins):
-            try:
-                yield
-            except BaseException:
-                self._abort()
-                raise
+        return _Entered(self._lock, self.streams.entered(joins), self._abort)
 
     def notice_restart(self) -> None:
         """If ranks were started anew (elastic runs), forget everything."""

@@ -75,7 +75,7 @@ class Mark:
 
 def sample_of(grad: torch.Tensor) -> torch.Tensor | None:
     """Four elements of a dense gradient on a device, as integers (NaN equals NaN); else None."""
-    if grad.device.type == "cpu" or grad.is_sparse or not grad.numel():
+    if grad.is_cpu or grad.is_sparse or not grad.numel():
         return None
     flat = grad.detach().reshape(-1)
     return flat[:: max(flat.numel() // 4, 1)].view(_INTEGERS[grad.element_size()]).clone()
