@@ -11,10 +11,10 @@ A part has a time limit. Parts that compute all the time run at the same time, o
 Then come the parts that start launchers and wait for them. Tests marked `long` belong to --long or
 --nightly, and those marked `nightly` to the latter alone. Each of the other tests runs once with
 each face: on 2 ranks (on 4 if it is about nodes), on Horovod under mpirun, and with
-torch.distributed under torchrun. Some files of TensorFlow and of nodes wait for --long. With
---long, tests of torch.distributed's face run again without Horovod, and on a device whose streams
-run late (tests/delayed). With --nightly, PyTorch's tests run again on 4 ranks and under Gloo. Of
-TensorFlow's only some run again, because tracing takes long.
+torch.distributed under torchrun. Some files of TensorFlow and of nodes, and the pages' scripts,
+wait for --long. With --long, some tests of torch.distributed's face run without Horovod, and again
+on a device whose streams run late (tests/delayed). With --nightly, PyTorch's tests run again on 4
+ranks and under Gloo. Of TensorFlow's only some run again, because tracing takes long.
 """
 
 from __future__ import annotations
@@ -87,24 +87,24 @@ def files(names: str) -> list[str]:
     return chosen
 
 
-TORCH = "join local_topk torch_*"  # join() comes first: see there
-# Without what each rank computes by itself, and how pages describe it. No launcher changes that.
-OF_MANY = f"{TORCH} -torch_pages -torch_profile -torch_momentum"
+TORCH = "join local_topk torch_* -torch_pages"  # join() comes first: see there
+# Without what each rank computes by itself. No launcher changes that.
+OF_MANY = f"{TORCH} -torch_profile -torch_momentum"
 # Two nodes of two ranks: what runs every day, and what takes more than twice as long.
 SOME_NODES = "ddp_fsdp_groups ddp_nodes ddp_sharded"
 OTHER_NODES = "ddp_sharded_differential ddp_tensor_parallel torch_nodes torch_node_steps"
 NODES = f"{SOME_NODES} {OTHER_NODES}"
-# What runs every day of TensorFlow. The pages' scripts train with Keras.
-KERAS_AND_TAPE = "tensorflow_pages tensorflow_parity tensorflow_state tensorflow_tape"
+# What runs every day of TensorFlow.
+TENSORFLOW = "tensorflow_parity tensorflow_tape"
 # The tests of torch.distributed's face: its own, and those of both faces.
 DDP = f"""
     ddp_* -ddp_devices -{" -".join(NODES.split())}
-    torch_amp torch_orders torch_parity torch_state torch_changed_gradients torch_thrown_away
+    torch_amp torch_orders torch_state torch_changed_gradients torch_thrown_away
     torch_unlike_ranks torch_methods::a_step_that_does_not_count_leaves_the_state
     torch_methods::resuming_is_bit_identical[Momentum-{{}}-new_optimizer]
     torch_methods::resuming_is_bit_identical[Momentum-{{}}-mid_run]"""
 # What depends most on which stream a tensor is in.
-STREAMS = "ddp_devices ddp_differential ddp_hook ddp_momentum ddp_optimizer torch_amp torch_orders"
+STREAMS = "ddp_devices ddp_differential ddp_hook torch_amp"
 PROGRAMS = "torch_differential torch_local_differential"
 # What Gloo and more than two ranks may change for TensorFlow.
 UNLIKE = "tensorflow_tape::gradients_that_come_later_on_one_rank_alone"
@@ -120,17 +120,16 @@ SHORT = {
     "ruff format": Part("ruff format --check .", limit=60),
     "mypy": Part("mypy", limit=300),
     "torch, mpirun -np 2": on_ranks(TORCH),
-    "tensorflow, mpirun -np 2": on_ranks(KERAS_AND_TAPE),
+    "tensorflow, mpirun -np 2": on_ranks(TENSORFLOW),
     "single": pytest("single", f"--timeout=200 {' '.join(f'--ignore={file}' for file in KERNELS)}"),
     "ddp, torchrun -np 2": on_ranks(DDP),
     "ddp nodes, torchrun -np 4": on_ranks(SOME_NODES),
-    "device, one process": pytest("delayed"),
     "integration": pytest("integration", f"{AT_ONCE} --timeout=300", alone=True),
 }
 LONG = {
     "device, torchrun -np 2": on_ranks(STREAMS, "--timeout=200", environment=LATE, limit=2400),
-    "tensorflow, mpirun -np 2, other files": on_ranks(
-        f"tensorflow_* -{' -'.join(KERAS_AND_TAPE.split())}"
+    "tensorflow and pages, mpirun -np 2": on_ranks(
+        f"tensorflow_* -{' -'.join(TENSORFLOW.split())} torch_pages"
     ),
     "ddp, torch alone, torchrun -np 2": on_ranks("torch_local_states torch_methods torch_parity"),
     "kernels": dataclasses.replace(pytest(""), tests=KERNELS),
@@ -140,7 +139,7 @@ LONG = {
     "ddp, torchrun -np 3": on_ranks(
         "torch_unlike_ranks::one_rank_loads_its_residues_and_nothing_is_lost"
     ),
-    "device, one process, the rest": pytest("delayed", marks="long"),
+    "device, one process": pytest("delayed", marks=""),
     # They kill ranks, run on several hosts, or train to an accuracy.
     "long integration": pytest("integration", SLOW, marks="long and not nightly", alone=True),
 }
@@ -155,7 +154,9 @@ NIGHTLY = {
     ),
     # The pages' scripts say where they run.
     "device, torchrun -np 2, other files": on_ranks(
-        f"{DDP} -ddp_pages -{' -'.join(STREAMS.split())}", "--timeout=200", environment=LATE
+        f"{DDP} torch_parity -ddp_pages -{' -'.join(STREAMS.split())}",
+        "--timeout=200",
+        environment=LATE,
     ),
     # Plain FSDP2 frees what other streams read, so there it is no oracle for random programs.
     "device nodes, torchrun -np 4": on_ranks(

@@ -17,6 +17,7 @@ from conftest import ROOT
 
 import scalecom_hvd
 
+pytestmark = pytest.mark.long
 DOCTOR = [sys.executable, "-m", "scalecom_hvd", "doctor"]
 
 
@@ -59,7 +60,7 @@ def test_what_cannot_be_loaded_is_wrong_and_what_is_not_there_is_missing(run, co
     assert "Nothing is wrong." in output
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_ranks_that_fail_are_wrong(run, copied):
     """Each average is a tenth too small when it arrives."""
@@ -75,7 +76,6 @@ def test_ranks_that_fail_are_wrong(run, copied):
     assert "3 things are wrong" in output
 
 
-@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_without_horovod(run):
     if not launch.TORCH_ALONE.exists():

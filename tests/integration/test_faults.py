@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).with_name("worker_faults.py")
-LAUNCHERS = [pytest.param("mpirun", marks=pytest.mark.long), "horovodrun --gloo"]
+LAUNCHERS = [pytest.param("mpirun", marks=pytest.mark.nightly), "horovodrun --gloo"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_rank_comes_half_a_minute_late(launched):
     """The other rank waits for longer than a message may take in Gloo (30 s)."""
     output = launched("horovodrun --gloo", 2, [WORKER, "late", 31], limit=90)
@@ -35,6 +35,7 @@ def test_a_rank_takes_a_step_more_than_the_others(launched, launcher):
     assert "nothing was lost" in output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_ends_while_another_submits(launched, launcher):
     """There must be no deadlock between Horovod's lock and Python's (the GIL).
@@ -45,7 +46,7 @@ def test_a_rank_ends_while_another_submits(launched, launcher):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_script_ends_while_averages_travel(launched, launcher):
     """The rank that ends first waits for the others' part, and no rank waits forever."""
     output = launched(launcher, 2, [WORKER, "travels"], limit=60)

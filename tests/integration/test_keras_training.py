@@ -82,6 +82,7 @@ def test_both_loops_learn_resume_and_refuse_and_the_bound_catches_lost_residues(
         assert message in refused[name][0]
 
 
+@pytest.mark.long
 def test_wrong_input_ends_all_ranks_with_a_message(launched):
     output = launched("mpirun", 2, [SCRIPT, "--no-progress", "--rate", "0.5"], fails=True)
     assert "train_keras.py: rate must be at least 1" in output

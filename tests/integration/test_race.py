@@ -24,6 +24,7 @@ runpy.run_path({worker!r}, run_name="__main__")
 """
 
 
+@pytest.mark.nightly
 def test_one_rank_of_a_run_alone_cuts_the_text(launched, tmp_path):
     """The pages' command needs nothing from a race before it."""
     worker = RACE.with_name("race_worker.py")

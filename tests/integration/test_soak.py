@@ -44,7 +44,10 @@ MOMENTUM = {"rate": 20, "mu": 0, "outliers": None}
     "plan",
     [
         pytest.param(Plan("horovodrun", "drop-in", soak.AS_THEY_ARE), marks=pytest.mark.nightly),
-        Plan("horovodrun", "drop-in", MOMENTUM, method="momentum:Momentum"),
+        pytest.param(
+            Plan("horovodrun", "drop-in", MOMENTUM, method="momentum:Momentum"),
+            marks=pytest.mark.nightly,
+        ),
         # Commits lie in the middle of rounds.
         Plan("horovodrun", "drop-in", soak.AS_THEY_ARE, {"local_steps": 3}),
     ],

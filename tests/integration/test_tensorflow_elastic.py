@@ -66,7 +66,7 @@ def mean_loss(diary, first, last):
     ("kind", "settings"),
     [
         ("tape", {"rate": 20, "bits": 32, "leader": "staggered", "bucket_bytes": 10_000}),
-        ("fit", {"rate": 20}),
+        pytest.param("fit", {"rate": 20}, marks=pytest.mark.nightly),
         # As in Horovod's example, survivors take an additional step after each restart of Horovod.
         pytest.param("example", {"rate": 20, "bits": 8}, marks=pytest.mark.nightly),
     ],

@@ -147,26 +147,33 @@ def test_parameters_that_are_offloaded_to_the_host():
 
 CASES = {
     "as usual": {},
-    "called twice": {"how": {"twice": True}},
     "unused": {"how": {"extra": False}},
     "checkpointed": {"how": {"checkpointed": True}},
-    "frozen": {"frozen": "body"},
     "clipped": {"clip": 0.05},
-    "foreach": {"optimizer": "foreach"},
-    "fused": {"optimizer": "fused"},
     "mixed precision": {"of_fsdp": {"mp_policy": BFLOAT16}},
-    "whole in backward": {"of_fsdp": {"reshard_after_forward": False}},
     "gathered twice": {"of_fsdp": {"reshard_after_forward": True}},
     "gathered from few ranks": {"of_fsdp": {"reshard_after_forward": 2}},
+    "1-D, as usual": {"given": "shard"},
 }
-ON_THE_OTHER_MESH = {
+LONG_CASES = {
+    "called twice": {"how": {"twice": True}},
+    "frozen": {"frozen": "body"},
+    "foreach": {"optimizer": "foreach"},
+    "fused": {"optimizer": "fused"},
+    "whole in backward": {"of_fsdp": {"reshard_after_forward": False}},
+}
+LONG_CASES |= {
     f"1-D, {name}": CASES[name] | {"given": "shard"}
-    for name in ("as usual", "unused", "clipped", "mixed precision", "gathered twice")
+    for name in ("unused", "clipped", "mixed precision", "gathered twice")
 }
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id=name) for name, c in (CASES | ON_THE_OTHER_MESH).items()]
+    "case",
+    [
+        *(pytest.param(case, id=name) for name, case in CASES.items()),
+        *(pytest.param(c, id=name, marks=pytest.mark.long) for name, c in LONG_CASES.items()),
+    ],
 )
 def test_with_everything_chosen_it_is_plain_fsdp2(case, monkeypatch):
     monkeypatch.setattr("test_ddp_sharded.given", case.get("given", NAMES))

@@ -82,7 +82,9 @@ def check_nothing_is_lost(compression, sent, steps, skips=nothing, divisor=None,
             MODES[1], {"op": hvd.Sum, "device_dense": "/cpu:0"}, nothing, marks=pytest.mark.long
         ),
         (MODES[0], {"traced": False}, some_once_or_for_three_steps),
-        ({"warmup_steps": 2}, {"traced": False}, until_they_come),
+        pytest.param(
+            {"warmup_steps": 2}, {"traced": False}, until_they_come, marks=pytest.mark.long
+        ),
         pytest.param(MODES[1], {"traced": False}, until_they_come, marks=pytest.mark.long),
         ({"bucket_bytes": 100}, {}, without_two_buckets_on_other_ranks_than_0),
     ],
@@ -206,7 +208,9 @@ def test_rate_one_equals_stock_horovod(dtype, options):
         )
 
 
-@pytest.mark.parametrize(("partial", "scale"), [(True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("partial", "scale"), [(True, True), pytest.param(False, False, marks=pytest.mark.long)]
+)
 def test_local_sources(partial, scale):
     layers = [
         tf.keras.layers.Dense(1, name=name, kernel_initializer="zeros")

@@ -273,7 +273,11 @@ class Net(torch.nn.Module):
 @horovods_alone
 @pytest.mark.parametrize(
     ("collective", "name"),
-    [*((one, None) for one in models.COLLECTIVES), (models.COLLECTIVES[0], "mine")],
+    [
+        *(pytest.param(c, None, marks=pytest.mark.long) for c in models.COLLECTIVES[2:]),
+        *((c, None) for c in models.COLLECTIVES[:2]),
+        (models.COLLECTIVES[0], "mine"),
+    ],
 )
 def test_differentiable_collectives_in_the_middle_of_a_model(collective, name):
     found = []

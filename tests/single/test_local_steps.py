@@ -174,7 +174,9 @@ def test_stats_and_looks_of_fragments():
 # Checkpoints.
 
 
-@pytest.mark.parametrize("compression", [hvd.ScaleCom, hvd.LocalTopK])
+@pytest.mark.parametrize(
+    "compression", [hvd.ScaleCom, pytest.param(hvd.LocalTopK, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("outer", [None, momentum, adam])
 @pytest.mark.parametrize(
     ("more", "steps", "bad"),

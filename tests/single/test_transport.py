@@ -275,7 +275,7 @@ def shapes_of(own):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_scalecom_is_that_of_the_reference(n, fields, on_threads, monkeypatch):
     if on_threads:
         monkeypatch.setattr("scalecom_hvd.exchange.bucket.WORTH_A_THREAD", 1)
