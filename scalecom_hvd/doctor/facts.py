@@ -6,7 +6,6 @@ probe.py asks the frameworks, in processes of their own.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -37,7 +36,6 @@ LAUNCHERS = ("mpirun", "horovodrun", "torchrun")
 PREFIXES = ("SCALECOM_", "HOROVOD_", "OMPI_", "GLOO_", "NCCL_")
 OTHER_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OPAL_PREFIX", "PYTHONPATH")
 SECRETS = ("KEY", "SECRET", "TOKEN", "PASSWORD")
-NETWORK = Path("/sys/class/net")
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,6 @@ class Facts:
     programs: dict[str, str] = field(default_factory=dict)  # {name: path}
     hidden: list[str] = field(default_factory=list)  # launchers that a user's shell does not find
     mpi: str = ""  # what mpirun says about its version
-    interfaces: dict[str, str] = field(default_factory=dict)  # {network interface: its speed}
     variables: dict[str, str] = field(default_factory=dict)  # that matter here
     wrong_setting: str = ""  # ScaleComConfig's error about SCALECOM_ variables
 
@@ -87,11 +84,9 @@ def collect(limit: float) -> Facts:
     installed = {name: name in origins for name in specs}
     horovod = Path(origins.get("horovod", "/none/at/all")).parent
     where = children.environment()["PATH"]
-    programs = {
-        name: path
-        for name in (*LAUNCHERS, "nvidia-smi")
-        if (path := shutil.which(name, path=where))
-    }
+    found = {name: shutil.which(name, path=where) for name in (*LAUNCHERS, "nvidia-smi")}
+    programs = {name: path for name, path in found.items() if path}
+    on_path = {name: realpath(shutil.which(name) or "") for name in programs}
     mpi = children.run(["mpirun", "--version"], 20).output if "mpirun" in programs else ""
     return Facts(
         about={
@@ -108,13 +103,8 @@ def collect(limit: float) -> Facts:
             name for part, name in FRAMEWORKS.items() if list((horovod / part).glob("mpi_lib*.so"))
         ],
         programs=programs,
-        hidden=[
-            name
-            for name in LAUNCHERS
-            if name in programs and realpath(shutil.which(name) or "") != realpath(programs[name])
-        ],
+        hidden=[n for n in LAUNCHERS if n in programs and on_path[n] != realpath(programs[n])],
         mpi=mpi.strip().partition("\n")[0],
-        interfaces=_interfaces(),
         variables=_variables(),
         wrong_setting=_wrong_setting(),
     )
@@ -140,16 +130,6 @@ def _ask(
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         return {part: said for found in pool.map(ask, parts) for part, said in found.items()}
-
-
-def _interfaces() -> dict[str, str]:
-    found = {}
-    for folder in sorted(NETWORK.glob("*")):
-        found[folder.name] = "speed unknown"
-        with contextlib.suppress(OSError, ValueError):  # if it is down, it has no speed, or -1
-            if (mbit := int((folder / "speed").read_text())) > 0:
-                found[folder.name] = f"{mbit} Mbit/s"
-    return found
 
 
 def _variables() -> dict[str, str]:
@@ -194,10 +174,8 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.works("horovod.tensorflow"):
         yield "  in TensorFlow", _loaded(facts, "horovod.tensorflow.operations")
     yield "GPUs", ", ".join(facts.gpus) or "none"
-    shown = {"network": (facts.interfaces, ": "), "environment": (facts.variables, "=")}
-    for label, (values, sign) in shown.items():
-        for i, (name, value) in enumerate(values.items()):
-            yield "" if i else label, f"{name}{sign}{value}"
+    for i, (name, value) in enumerate(facts.variables.items()):
+        yield "" if i else "environment", f"{name}={value}"
 
 
 def _loaded(facts: Facts, part: str) -> str:

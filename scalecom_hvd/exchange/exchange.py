@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -58,31 +58,20 @@ from scalecom_hvd.schedule import leader
 class _Entered(AbstractContextManager[None]):
     """See Exchange.entered. Every gradient enters twice, and a generator takes longer."""
 
-    def __init__(
-        self,
-        lock: threading.RLock,
-        streams: AbstractContextManager[None],
-        abort: Callable[[], None],
-    ) -> None:
-        self._lock, self._streams, self._abort = lock, streams, abort
+    def __init__(self, exchange: Exchange, joins: bool) -> None:
+        self._exchange, self._streams = exchange, exchange.streams.entered(joins)
 
     def __enter__(self) -> None:
-        self._lock.acquire()
-        try:
-            self._streams.__enter__()
-        except BaseException:
-            self._lock.release()
-            raise
+        self._exchange._lock.acquire()
+        self._streams.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         try:
             if error[0] is not None:
-                self._abort()
+                self._exchange._abort()
         finally:
-            try:
-                self._streams.__exit__(*error)
-            finally:
-                self._lock.release()
+            self._streams.__exit__(*error)
+            self._exchange._lock.release()
 
 
 _KINDS = ("offsets", "values", "dense", "gathered", "collectives")
@@ -334,7 +323,7 @@ class Exchange(Averager):
 
     def entered(self, joins: bool = True) -> AbstractContextManager[None]:
         """Let one thread in. After an error, forget the step. `joins`: see Streams.entered."""
-        return _Entered(self._lock, self.streams.entered(joins), self._abort)
+        return _Entered(self, joins)
 
     def notice_restart(self) -> None:
         """If ranks were started anew (elastic runs), forget everything."""

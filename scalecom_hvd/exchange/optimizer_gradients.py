@@ -118,6 +118,9 @@ class OptimizerGradients(StartsAlike):
             parameter.grad = parameter.grad.to_sparse(1)
         with exchange.entered(joins=False):
             exchange.notice_restart()
+            # If a script changed this gradient now, that would be lost.
+            with exchange.streams.left():
+                self._news.mark(name)
             stays_sparse = parameter.grad.is_sparse and not self._sparse_as_dense
             if name in self._sparse or (stays_sparse and not exchange.agreed):
                 if self._node is not None:
@@ -127,19 +130,12 @@ class OptimizerGradients(StartsAlike):
                         "sparse=False"
                     )
                 self._sparse[name] = self._send_sparse(parameter)
-                self._mark(name)
                 exchange.ready_elsewhere(name)
                 return
-            self._mark(name)
             flat = flat_tensor(parameter.grad)
             if self._node is not None:  # p.grad stays what the script sees
                 flat = flat.clone()
             self._stage.ready(name, flat, parameter.requires_grad)
-
-    def _mark(self, name: str) -> None:
-        """Note that a gradient is on its way. If a script changed it now, that would be lost."""
-        with self.exchange.streams.left():
-            self._news.mark(name)
 
     def result(self, parameter: torch.Tensor) -> torch.Tensor:
         """What .grad must become; NaN in a skipped step. The first call waits for all ranks.

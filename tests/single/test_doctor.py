@@ -32,7 +32,6 @@ HEALTHY = Facts(
     horovod_serves=["PyTorch", "TensorFlow"],
     programs={name: f"/usr/bin/{name}" for name in ("mpirun", "horovodrun", "torchrun")},
     mpi="mpirun (Open MPI) 4.1.8",
-    interfaces={"eth0": "1000 Mbit/s", "lo": "speed unknown"},
 )
 LOST = {"there": False, "loaded": False}
 
@@ -236,7 +235,6 @@ def test_without_the_self_test_no_rank_starts(monkeypatch, capsys):
     assert main(["doctor", "--no-self-test"]) == 0
     text = capsys.readouterr().out
     assert "Self-test: skipped." in text
-    assert "eth0: 1000 Mbit/s" in text
     assert "2.15.1, Keras 2.15.0" in text
     assert "0.28.1, for PyTorch and TensorFlow, with MPI, Gloo" in text
 
@@ -306,19 +304,6 @@ def test_a_wrong_variable_is_a_fact(monkeypatch):
     variables = facts._variables()
     assert variables["SCALECOM_RATEE"] == "5"
     assert variables["HOROVOD_SECRET_KEY"] == "(not shown)"
-
-
-def test_interfaces_are_read_from_the_system(tmp_path, monkeypatch):
-    for name, speed in (("eth7", "25000"), ("eth8", "-1")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "speed").write_text(f"{speed}\n")
-    (tmp_path / "eth9").mkdir()
-    monkeypatch.setattr(facts, "NETWORK", tmp_path)
-    assert facts._interfaces() == {
-        "eth7": "25000 Mbit/s",
-        "eth8": "speed unknown",
-        "eth9": "speed unknown",
-    }
 
 
 def test_the_ranks_check_accepts_the_reference_s_averages_and_nothing_else():
