@@ -61,8 +61,8 @@ def check_state(
     if config.has_fixed_rate and config.resolved().rate == 1 and state["residues"]:
         raise ValueError(
             "with rate=1 there are no residues, so what those of the state hold would be lost. "
-            f"Give rate={{0: 8, {state['step']}: 1}}, bits=32, which sends them, and then all of "
-            f"each gradient; or {WITHOUT}"
+            f"In PyTorch give rate={{0: 8, {state['step']}: 1}}, bits=32: the first step sends "
+            f"them, too. Or {WITHOUT}"
         )
     free = {*_FREE_SETTINGS, *(_FREE_FOR_SCALECOM if settings == {"method": "ScaleCom"} else ())}
     compared = (mine.keys() | saved.keys()) - free

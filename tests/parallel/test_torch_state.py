@@ -57,7 +57,7 @@ UNFIT = {
         {},
     ),
     "third is not in this model": ({}, without("third"), {}),
-    r"would be lost. Give rate=\{0: 8, 2: 1\}, bits=32, which": ({}, SHAPES, {"rate": 1}),
+    r"would be lost. In PyTorch give rate=\{0: 8, 2: 1\}, bits=32: the": ({}, SHAPES, {"rate": 1}),
     "fourth is not in the state": ({}, SHAPES | {"fourth": (5000,)}, {}),
     "residues of second are not finite": (
         {"residues": {"second": torch.full(SHAPES["second"], float("inf"))}},

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -202,3 +203,12 @@ def test_the_faster_the_network_is_the_denser_is_the_rung(said):
     assert rungs[0] == len(LADDER) - 1
     assert rungs[-1] == WHOLE
     assert "ScaleCom(rate='auto') would settle on: rate " in said(SLOW)
+
+
+def test_the_tutorial_shows_what_is_printed(said):
+    page = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text()
+    (words,) = re.findall(r"^python -m scalecom_hvd plan (.*)$", page, re.M)
+    printed = said(words)
+    shown = page.partition("These lines are from its table:\n\n```\n")[2].partition("```")[0]
+    assert len(shown.splitlines()) == 5
+    assert all(line in printed for line in shown.splitlines())
