@@ -9,12 +9,11 @@
 
 A part has a time limit. Parts that compute all the time run at the same time, on separate cores.
 Then come the parts that start launchers and wait for them. Tests marked `long` belong to --long or
---nightly, and those marked `nightly` to the latter alone. Each of the other tests runs once with
-each face: on 2 ranks (on 4 if it is about nodes), on Horovod under mpirun, and with
-torch.distributed under torchrun. Some files of TensorFlow and of nodes, and the pages' scripts,
-wait for --long. With --long, some tests of torch.distributed's face run without Horovod, and again
-on a device whose streams run late (tests/delayed). With --nightly, PyTorch's tests run again on 4
-ranks and under Gloo. Of TensorFlow's only some run again, because tracing takes long.
+--nightly, and those marked `nightly` to the latter alone. The others run with each face, on 2 ranks
+(on 4 if they are about nodes): on Horovod under mpirun, and with torch.distributed under torchrun.
+Some of them wait for --long: some files of TensorFlow and of nodes, methods, compiled models, the
+pages' scripts. With --long, some tests run without Horovod, and on a device whose streams run late
+(tests/delayed). With --nightly, tests of PyTorch run again on 4 ranks and under Gloo.
 """
 
 from __future__ import annotations
@@ -87,18 +86,17 @@ def files(names: str) -> list[str]:
     return chosen
 
 
-TORCH = "join local_topk torch_* -torch_pages"  # join() comes first: see there
+TORCH = "join local_topk torch_* -torch_pages -torch_methods"  # join() comes first: see there
 # Without what each rank computes by itself. No launcher changes that.
-OF_MANY = f"{TORCH} -torch_profile -torch_momentum"
+OF_MANY = f"{TORCH} torch_methods -torch_profile -torch_momentum"
 # Two nodes of two ranks: what runs every day, and what takes more than twice as long.
 SOME_NODES = "ddp_fsdp_groups ddp_nodes ddp_sharded"
 OTHER_NODES = "ddp_sharded_differential ddp_tensor_parallel torch_nodes torch_node_steps"
 NODES = f"{SOME_NODES} {OTHER_NODES}"
-# What runs every day of TensorFlow.
 TENSORFLOW = "tensorflow_parity tensorflow_tape"
 # The tests of torch.distributed's face: its own, and those of both faces.
 DDP = f"""
-    ddp_* -ddp_devices -{" -".join(NODES.split())}
+    ddp_* -ddp_devices -ddp_pages -ddp_wrapped_models -{" -".join(NODES.split())}
     torch_amp torch_orders torch_state torch_changed_gradients torch_thrown_away
     torch_unlike_ranks torch_methods::a_step_that_does_not_count_leaves_the_state
     torch_methods::resuming_is_bit_identical[Momentum-{{}}-new_optimizer]
@@ -131,7 +129,9 @@ LONG = {
     "tensorflow and pages, mpirun -np 2": on_ranks(
         f"tensorflow_* -{' -'.join(TENSORFLOW.split())} torch_pages"
     ),
-    "ddp, torch alone, torchrun -np 2": on_ranks("torch_local_states torch_methods torch_parity"),
+    "ddp, torch alone, torchrun -np 2": on_ranks(
+        "ddp_pages ddp_wrapped_models torch_local_states torch_methods torch_parity"
+    ),
     "kernels": dataclasses.replace(pytest(""), tests=KERNELS),
     "ddp nodes, torchrun -np 4, other files": on_ranks(OTHER_NODES),
     "programs, mpirun -np 3": on_ranks(PROGRAMS, "-k test_random_programs", environment=MINUTE),
@@ -152,9 +152,8 @@ NIGHTLY = {
         marks="",
         environment=MINUTE,
     ),
-    # The pages' scripts say where they run.
     "device, torchrun -np 2, other files": on_ranks(
-        f"{DDP} torch_parity -ddp_pages -{' -'.join(STREAMS.split())}",
+        f"{DDP} ddp_wrapped_models torch_parity -{' -'.join(STREAMS.split())}",
         "--timeout=200",
         environment=LATE,
     ),
@@ -185,7 +184,8 @@ GPU = {
     "GPU, doctor": Part("scalecom_hvd doctor --gpu", alone=True),
     "GPU, kernel": pytest("single/test_triton.py", marks=""),
     "GPU, Gloo, torchrun -np 2": on_ranks(
-        f"{DDP} ddp_devices -ddp_pages torch_methods", environment=CUDA | {"TESTS_BACKEND": "gloo"}
+        f"{DDP} ddp_devices ddp_wrapped_models torch_methods",
+        environment=CUDA | {"TESTS_BACKEND": "gloo"},
     ),
     "GPU, NCCL, torchrun -np 2": on_ranks(
         "ddp_devices ddp_hook ddp_optimizer ddp_momentum torch_amp",
