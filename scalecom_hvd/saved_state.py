@@ -58,7 +58,8 @@ def check_state(
             f"{WITHOUT}"
         )
     mine, saved = config.to_dict(), state["config"]
-    if config.has_fixed_rate and config.resolved().rate == 1 and state["residues"]:
+    sends_all = config.has_fixed_rate and {mine["rate"], *dict(mine["rates"] or ()).values()} == {1}
+    if sends_all and state["residues"]:
         raise ValueError(
             "with rate=1 there are no residues, so what those of the state hold would be lost. "
             f"In PyTorch give rate={{0: 8, {state['step']}: 1}}, bits=32: the first step sends "
