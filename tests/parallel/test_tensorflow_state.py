@@ -228,6 +228,18 @@ def test_residues_that_were_made_after_a_commit_are_zero_when_it_is_restored():
     assert_same(run(step, range(2)), first)
 
 
+def test_a_variable_that_begins_after_a_commit_has_no_residue_when_it_is_restored():
+    compression = scalecom()
+    early, late = {"first": (60, 50)}, {"late": (60, 50)}
+    model = variables(early | late)
+    run(Step({"first": model["first"]}, compression), range(2), early)
+    state = elastic.TensorFlowState([*model.values()], batch=0)  # this commits, too
+    norm = compression.stats()["residue_norm"]
+    run(Step({"late": model["late"]}, compression), range(2), late)
+    state.restore()
+    assert compression.stats()["residue_norm"] == norm > 0
+
+
 def test_a_newcomer_starts_with_empty_residues(caplog):
     compression = scalecom()
     run(compression, range(5))

@@ -34,6 +34,22 @@ def test_parity(settings):
     run_against_reference(stock=True, **settings)
 
 
+def test_an_average_that_overflows_half_precision_does_not_count():
+    """What waited fits into the residue, but not into p.grad, which carries the loss scale."""
+    model = {"w": torch.nn.Parameter(torch.zeros(64, dtype=torch.float16))}
+    compression = ScaleCom(model.items(), rate=4, min_numel=0, loss_scale=lambda: 1024.0)
+    optimizer = optimizer_of(model, compression, lr=0.0)
+    for skipped in (0, 0, 1, 2):  # the first step is whole, and the third would send 80 * 1024
+        optimizer.zero_grad()
+        (model["w"].float() * 40 * 1024).sum().backward()
+        optimizer.synchronize()
+        assert compression.stats()["skipped_steps"] == skipped
+        found = model["w"].grad
+        assert bool(found.isnan().all() if skipped else found.isfinite().all())
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
 @pytest.mark.parametrize("compression", [ScaleCom, "without parameters"])
 def test_stock_needs_the_parameters(compression):
     model = models.parameters(SHAPES)

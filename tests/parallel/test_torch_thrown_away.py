@@ -13,6 +13,7 @@ import torch
 from faces import UNDER_TORCHRUN, horovods_alone, hvd, in_every_library, stock
 from made_up import gradients
 from models import Given, parameters, same_on_all_ranks, wrap
+from momentum import Momentum
 from test_torch_changed_gradients import refuses
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -307,6 +308,22 @@ def test_residues_that_were_loaded_after_averages_were_thrown_away(caplog):
     trained.optimizer.zero_grad()
     trained.step(3)
     assert trained.compressor.stats()["averages_thrown_away"] == 0
+
+
+def test_a_methods_own_state_is_given_back():
+    def train(throws):
+        method = Momentum(**SETTINGS)
+        model = parameters(SHAPES)
+        sgd = torch.optim.SGD(model.values(), 0.1)
+        optimizer = hvd.DistributedOptimizer(sgd, model.items(), compression=method)
+        for number in (0, 1, 7, 2, 3) if throws else range(4):
+            optimizer.zero_grad()
+            sum((model[name] * grad).sum() for name, grad in mine(number).items()).backward()
+            optimizer.synchronize() if number == 7 else optimizer.step()
+        state = method.state_dict()
+        return state["residues"], state["method_state"]["tensors"]["velocity"]
+
+    torch.testing.assert_close(train(throws=True), train(throws=False), rtol=0, atol=0)
 
 
 @in_every_library

@@ -127,8 +127,9 @@ def test_a_frozen_tensors_residue_does_not_fade():
     before = residues_of(simulation)[0]["second"]
     for parameters in simulation.parameters:
         parameters["second"].requires_grad_(False)
-    simulation.step([own | {"second": None} for own in as_tensors(made_up(2, 1))])
+    averages = simulation.step([own | {"second": None} for own in as_tensors(made_up(2, 1))])
     assert before.any()
+    assert not averages[0]["second"].any()
     assert torch.equal(residues_of(simulation)[0]["second"], before)
 
 

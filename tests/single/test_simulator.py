@@ -157,6 +157,20 @@ def test_a_run_that_turns_out_longer_goes_on(saved_at):
     assert rates == [1, *expected[saved_at + 1 :]]
 
 
+@pytest.mark.parametrize(("saved", "now"), [(32, 4), (4, 8), (8, 32)])
+def test_a_run_that_resumes_with_other_bits_forgets_the_choice(saved, now):
+    first, second = (simulate(2, rate=10, bits=bits, lookahead=True) for bits in (saved, now))
+    for step in range(3):
+        first.step(as_tensors(made_up(2, step)))
+    for mine, theirs in zip(second.compressors, first.compressors, strict=True):
+        mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    rates = []
+    for step in range(3, 5):
+        second.step(as_tensors(made_up(2, step)))
+        rates.append(round(second.compressors[0].stats()["rate"]))
+    assert rates == [1, 10]
+
+
 def test_sums():
     averages = simulate(4).step(as_tensors(made_up(4, 0)))[0]
     sums = simulate(4, sums=True).step(as_tensors(made_up(4, 0)))[0]
