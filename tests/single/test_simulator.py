@@ -289,6 +289,37 @@ def test_a_name_in_flight_cannot_be_used_again_but_a_name_that_has_met_can():
     assert on_two_ranks(one_after_the_other, one_after_the_other) == [1.5, 2.5]
 
 
+class Watched:
+    """A collective's work. `names` loses its name when somebody waits for it."""
+
+    def __init__(self, work, name, names):
+        self.work, self.name, self.names, self.done = work, name, names, work.done
+
+    def wait(self):
+        self.names.discard(self.name)
+        return self.work.wait()
+
+
+def test_no_broadcasts_name_is_used_again_before_it_was_waited_for(monkeypatch):
+    """Simulated broadcasts are over soon. Others may still travel when a step is rolled back."""
+    broadcast, names = SimulatedCollectives.broadcast, set()
+
+    def watched(self, buffer, root, name):
+        whose = self.position, name
+        assert whose not in names
+        names.add(whose)
+        return Watched(broadcast(self, buffer, root, name), whose, names)
+
+    monkeypatch.setattr(SimulatedCollectives, "broadcast", watched)
+    simulation = simulate(2, lookahead=True)
+    for step in range(6):
+        everyone = as_tensors(made_up(2, step))
+        if step in (2, 4):
+            everyone[1]["first"].view(-1)[0] = np.nan
+        simulation.step(everyone)
+    assert simulation.compressors[0].residues.skipped_steps == 2
+
+
 def test_work_gives_its_result_as_often_as_it_is_asked():
     """It also says when there is no need to wait."""
 
