@@ -59,11 +59,11 @@ def check_state(
         )
     mine, saved = config.to_dict(), state["config"]
     sends_all = config.has_fixed_rate and {mine["rate"], *dict(mine["rates"] or ()).values()} == {1}
-    if sends_all and state["residues"]:
+    if sends_all and state["residues"] and settings == {"method": "ScaleCom"}:
         raise ValueError(
-            "with rate=1 there are no residues, so what those of the state hold would be lost. "
-            f"In PyTorch give rate={{0: 8, {state['step']}: 1}}, bits=32: the first step sends "
-            f"them, too. Or {WITHOUT}"
+            "with rate=1 there are no residues, so what those of the state hold would be lost. To "
+            "send them, too, give this package's PyTorch optimizers and hook a schedule that ends "
+            f"with 1: rate={{0: 8, {max(state['step'], 1)}: 1}}, bits=32. Or {WITHOUT}"
         )
     free = {*_FREE_SETTINGS, *(_FREE_FOR_SCALECOM if settings == {"method": "ScaleCom"} else ())}
     compared = (mine.keys() | saved.keys()) - free

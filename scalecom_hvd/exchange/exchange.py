@@ -25,9 +25,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -53,26 +51,6 @@ from scalecom_hvd.exchange.unused_averages import ResidueCopies
 from scalecom_hvd.exchange.waves import MOST_CHANNELS, Progress, Waves
 from scalecom_hvd.saved_state import Saved
 from scalecom_hvd.schedule import leader
-
-
-class _Entered(AbstractContextManager[None]):
-    """See Exchange.entered. Every gradient enters twice, and a generator takes longer."""
-
-    def __init__(self, exchange: Exchange, joins: bool) -> None:
-        self._exchange, self._streams = exchange, exchange.streams.entered(joins)
-
-    def __enter__(self) -> None:
-        self._exchange._lock.acquire()
-        self._streams.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            if error[0] is not None:
-                self._exchange._abort()
-        finally:
-            self._streams.__exit__(*error)
-            self._exchange._lock.release()
-
 
 _KINDS = ("offsets", "values", "dense", "gathered", "collectives")
 
@@ -321,14 +299,21 @@ class Exchange(Averager):
         with self._lock, self.streams.entered():
             self._abort()
 
-    def entered(self, joins: bool = True) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def entered(self, joins: bool = True) -> Iterator[None]:
         """Let one thread in. After an error, forget the step. `joins`: see Streams.entered."""
-        return _Entered(self, joins)
+        with self._lock, self.streams.entered(joins):
+            try:
+                yield
+            except BaseException:
+                self._abort()
+                raise
 
     def notice_restart(self) -> None:
         """If ranks were started anew (elastic runs), forget everything."""
         if self._restarted():
-            self._abort(restarted=True)
+            with self._lock, self.streams.entered():
+                self._abort(restarted=True)
 
     # One step.
 

@@ -111,18 +111,16 @@ class OptimizerGradients(StartsAlike):
     def ready(self, parameter: torch.Tensor) -> None:
         """Report a trained parameter's .grad, or zeros for None. Hooks call it: it never waits."""
         name, exchange = self._name_of[parameter], self.exchange
+        exchange.notice_restart()
         if not exchange.in_step():
             self._news.begin()
         fill_in(parameter, name in self._sparse)
         if name in self._sparse and not parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_sparse(1)
-        with exchange.entered(joins=False):
-            exchange.notice_restart()
-            # If a script changed this gradient now, that would be lost.
-            with exchange.streams.left():
-                self._news.mark(name)
-            stays_sparse = parameter.grad.is_sparse and not self._sparse_as_dense
-            if name in self._sparse or (stays_sparse and not exchange.agreed):
+        self._news.mark(name)  # if a script changed this gradient now, that would be lost
+        stays_sparse = parameter.grad.is_sparse and not self._sparse_as_dense
+        if name in self._sparse or (stays_sparse and not exchange.agreed):
+            with exchange.entered(joins=False):
                 if self._node is not None:
                     raise RuntimeError(
                         f"the gradient of {name} is sparse, but sparse gradients are not averaged "
@@ -131,11 +129,11 @@ class OptimizerGradients(StartsAlike):
                     )
                 self._sparse[name] = self._send_sparse(parameter)
                 exchange.ready_elsewhere(name)
-                return
-            flat = flat_tensor(parameter.grad)
-            if self._node is not None:  # p.grad stays what the script sees
-                flat = flat.clone()
-            self._stage.ready(name, flat, parameter.requires_grad)
+            return
+        flat = flat_tensor(parameter.grad)
+        if self._node is not None:  # p.grad stays what the script sees
+            flat = flat.clone()
+        self._stage.ready(name, flat, parameter.requires_grad)
 
     def result(self, parameter: torch.Tensor) -> torch.Tensor:
         """What .grad must become; NaN in a skipped step. The first call waits for all ranks.
@@ -229,12 +227,12 @@ class OptimizerGradients(StartsAlike):
         # own stream waits for.
         with self.exchange.streams.left():
             changed = self._news.changed()
-        if self._node is None and changed and not self.exchange.holds_gradients:
-            # Gradients are exchanged as they are now. Only sparse gradients travel already.
-            for name in changed:
-                if name not in self._sparse:
-                    self.ready(self._own[name])  # it may be another tensor
-            changed = [name for name in changed if name in self._sparse]
+            if self._node is None and changed and not self.exchange.holds_gradients:
+                # Gradients are exchanged as they are now. Only sparse gradients travel already.
+                for name in changed:
+                    if name not in self._sparse:
+                        self.ready(self._own[name])  # it may be another tensor
+                changed = [name for name in changed if name in self._sparse]
         if changed:
             self.exchange.keep_gradients()
         return bool(changed)

@@ -131,8 +131,9 @@ class _Settings(tf.train.experimental.PythonState):
         return json.dumps(saved | _place(any(stream.residues for stream in self._streams)))
 
     def deserialize(self, string_value: str) -> None:
-        saved = {"step": 0, "residues": {}, "settings": SETTINGS, **json.loads(string_value)}
-        self.check(saved, "ranks" in saved)
+        saved = {"step": 0, "settings": SETTINGS, **json.loads(string_value)}
+        has_residues = "ranks" in saved
+        self.check(saved | {"residues": has_residues}, has_residues)
         self.note_place(saved)
 
     def note_place(self, state: Mapping[str, Any]) -> None:

@@ -35,8 +35,7 @@ from scalecom_hvd.exchange.unused_averages import TRIAL
 from scalecom_hvd.stages import LADDER, WHOLE
 
 IN_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
-# In the first exchanges, residues are copied to see what the script does.
-SETTLING_STEPS = TRIAL + 2
+SETTLING_STEPS = TRIAL + 2  # in the first exchanges residues are copied
 # AdamW takes the square root of an element's second moment, which is slow while the moment is zero:
 # until the element has been sent for the first time. Of a whole run, that is the beginning.
 SETTLING_STEPS_OF_ADAMW = 100

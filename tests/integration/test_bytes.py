@@ -32,6 +32,7 @@ def bytes_in_timeline(path) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("framework", "launcher", "settings"),
     [

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
 WORKER = Path(__file__).with_name("worker_faults.py")
 LAUNCHERS = [pytest.param("mpirun", marks=pytest.mark.nightly), "horovodrun --gloo"]
 
@@ -19,7 +20,6 @@ def test_a_rank_comes_half_a_minute_late(launched):
     assert "everything is as if it had not" in output
 
 
-@pytest.mark.long
 def test_horovod_says_what_it_waits_for(launched):
     output = launched(
         "mpirun", 2, [WORKER, "late", 12], limit=60, HOROVOD_STALL_CHECK_TIME_SECONDS="3"
@@ -35,7 +35,6 @@ def test_a_rank_takes_a_step_more_than_the_others(launched, launcher):
     assert "nothing was lost" in output
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_ends_while_another_submits(launched, launcher):
     """There must be no deadlock between Horovod's lock and Python's (the GIL).
@@ -45,7 +44,6 @@ def test_a_rank_ends_while_another_submits(launched, launcher):
     assert "the other rank has ended" in launched(launcher, 2, [WORKER, "submits"], limit=60)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_script_ends_while_averages_travel(launched, launcher):
     """The rank that ends first waits for the others' part, and no rank waits forever."""

@@ -312,3 +312,7 @@ def test_states_that_do_not_fit_are_refused(tmp_path):
             tf.train.Checkpoint(scalecom=other).restore(path)
             run(other, range(1), MORE, traced=False)
         assert other.state_dict()["step"] == steps_before
+    other = scalecom(beta=0.5, rate=1, bits=32)
+    with pytest.raises(ValueError, match="what those of the state hold would be lost"):
+        tf.train.Checkpoint(scalecom=other).restore(path)
+        run(other, range(1), MORE, traced=False)

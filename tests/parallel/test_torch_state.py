@@ -57,7 +57,7 @@ UNFIT = {
         {},
     ),
     "third is not in this model": ({}, without("third"), {}),
-    r"would be lost. In PyTorch give rate=\{0: 8, 2: 1\}, bits=32: the": ({}, SHAPES, {"rate": 1}),
+    r"that ends with 1: rate=\{0: 8, 2: 1\}, bits=32. Or": ({}, SHAPES, {"rate": 1}),
     "fourth is not in the state": ({}, SHAPES | {"fourth": (5000,)}, {}),
     "residues of second are not finite": (
         {"residues": {"second": torch.full(SHAPES["second"], float("inf"))}},
