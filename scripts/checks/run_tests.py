@@ -11,7 +11,7 @@ A part has a time limit. Parts that compute all the time run at the same time, o
 Then come the parts that start launchers and wait for them. Tests marked `long` belong to --long or
 --nightly, and those marked `nightly` to the latter alone. The others run with each face on 2 ranks:
 on Horovod under mpirun, and with torch.distributed under torchrun. Some of them wait for --long:
-nodes (on 4 ranks), some files of TensorFlow, methods, compiled models, the pages' scripts. With
+nodes (on 4 ranks), some files of TensorFlow, methods, compiled models, scripts of pages. With
 --long, some tests run without Horovod, and on a device whose streams run late (tests/delayed). With
 --nightly, tests of PyTorch run again on 4 ranks and under Gloo.
 """
@@ -87,7 +87,7 @@ def files(names: str) -> list[str]:
 
 
 ALL_TORCH = "join local_topk torch_*"  # join() comes first: see there
-TORCH = f"{ALL_TORCH} -torch_pages -torch_methods torch_methods::horovods_own_optimizer_is_refused"
+TORCH = f"{ALL_TORCH} -torch_methods torch_methods::horovods_own_optimizer_is_refused"
 # Without what each rank computes by itself, and how pages describe it. No launcher changes that.
 OF_MANY = f"{ALL_TORCH} -torch_pages -torch_profile -torch_momentum"
 # Two nodes of two ranks.
@@ -126,8 +126,8 @@ SHORT = {
 }
 LONG = {
     "device, torchrun -np 2": on_ranks(STREAMS, "--timeout=200", environment=LATE, limit=2400),
-    "tensorflow and pages, mpirun -np 2": on_ranks(
-        f"tensorflow_* -{' -'.join(TENSORFLOW.split())} torch_pages"
+    "tensorflow, mpirun -np 2, other files": on_ranks(
+        f"tensorflow_* -{' -'.join(TENSORFLOW.split())}"
     ),
     "ddp, torch alone, torchrun -np 2": on_ranks(
         "ddp_pages ddp_wrapped_models torch_local_states torch_methods torch_parity"
