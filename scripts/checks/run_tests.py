@@ -103,7 +103,7 @@ DDP = f"""
     torch_methods::resuming_is_bit_identical[Momentum-{{}}-new_optimizer]
     torch_methods::resuming_is_bit_identical[Momentum-{{}}-mid_run]"""
 # What depends most on which stream a tensor is in.
-STREAMS = "ddp_devices ddp_differential ddp_hook torch_amp"
+STREAMS = "ddp_devices ddp_differential ddp_hook::parity torch_amp"
 PROGRAMS = "torch_differential torch_local_differential"
 # What Gloo and more than two ranks may change for TensorFlow.
 UNLIKE = "tensorflow_tape::gradients_that_come_later_on_one_rank_alone"
