@@ -58,14 +58,15 @@ def check_state(
             f"{WITHOUT}"
         )
     mine, saved = config.to_dict(), state["config"]
+    is_scalecom = settings == {"method": "ScaleCom"}
     sends_all = config.has_fixed_rate and {mine["rate"], *dict(mine["rates"] or ()).values()} == {1}
-    if sends_all and state["residues"] and settings == {"method": "ScaleCom"}:
+    if sends_all and state["residues"] and is_scalecom:
         raise ValueError(
             "with rate=1 there are no residues, so what those of the state hold would be lost. To "
             "send them, too, give this package's PyTorch optimizers and hook a schedule that ends "
             f"with 1: rate={{0: 8, {max(state['step'], 1)}: 1}}, bits=32. Or {WITHOUT}"
         )
-    free = {*_FREE_SETTINGS, *(_FREE_FOR_SCALECOM if settings == {"method": "ScaleCom"} else ())}
+    free = {*_FREE_SETTINGS, *(_FREE_FOR_SCALECOM if is_scalecom else ())}
     compared = (mine.keys() | saved.keys()) - free
     different = sorted(name for name in compared if mine.get(name) != saved.get(name))
     if different:

@@ -1,7 +1,7 @@
 """What `make test`, `make test-long` and `make test-nightly` run. CI runs the first two.
 
     python scripts/checks/run_tests.py                       ruff, mypy and the tests: 6 minutes
-    python scripts/checks/run_tests.py --long                faults, hosts, elastic, late streams
+    python scripts/checks/run_tests.py --long                nodes, faults, hosts, late streams
     python scripts/checks/run_tests.py --nightly             all others: fuzz, study, more launchers
     python scripts/checks/run_tests.py --gpu                 those of a machine with a GPU
     python scripts/checks/run_tests.py "torch, mpirun"       parts that begin so

@@ -19,7 +19,7 @@ from scalecom_hvd.exchange.kernels import torch_kernel
 from scalecom_hvd.exchange.simulator import Simulation
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", 60))
-EXAMPLES = 20
+EXAMPLES = 30
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 
