@@ -229,6 +229,7 @@ class OptimizerGradients(StartsAlike):
             changed = self._news.changed()
             if self._node is None and changed and not self.exchange.holds_gradients:
                 # Gradients are exchanged as they are now. Only sparse gradients travel already.
+                # `ready` marks them on the script's streams, where `changed` compares them.
                 for name in changed:
                     if name not in self._sparse:
                         self.ready(self._own[name])  # it may be another tensor

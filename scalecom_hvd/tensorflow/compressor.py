@@ -132,7 +132,7 @@ class _Settings(tf.train.experimental.PythonState):
 
     def deserialize(self, string_value: str) -> None:
         saved = {"step": 0, "settings": SETTINGS, **json.loads(string_value)}
-        has_residues = "ranks" in saved
+        has_residues = "ranks" in saved  # TensorFlow restores their values by itself
         self.check(saved | {"residues": has_residues}, has_residues)
         self.note_place(saved)
 
