@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 HOROVOD = (
     "Horovod, which pip does not install along with scalecom_hvd, because it is compiled for the "
@@ -30,22 +30,6 @@ def explained(error: ModuleNotFoundError, face: str) -> ModuleNotFoundError:
 
 
 TORCHS_ALONE = ("BinMeans", "LocalTopK", "Method", "RandomK", "diloco", "sparseloco")
-# Names that earlier releases had, and what to use now.
-REMOVED = {
-    "Diagnostics": "a number of steps: ScaleCom(diagnostics=50)",
-    "ECQSGD": "ScaleCom(rate=1, bits=4)",
-    "GTopK": "LocalTopK, which is faster and sends less",
-    "rates_from_flops": 'ScaleCom(rate="auto"), which measures the network',
-    "GlobalTopK": "diagnostics=..., whose contraction_top_k says what the true top-k would leave",
-    "QSGD": "ScaleCom(bits=...), or LocalTopK(quantiser=BinMeans)",
-    "Sign": "ScaleCom(bits=...), or LocalTopK(quantiser=BinMeans)",
-}
-
-
-def no_attribute(name: str) -> NoReturn:
-    """Raise AttributeError for a name that no face for PyTorch has; see REMOVED."""
-    hint = f". It was removed: use {REMOVED[name]}" if name in REMOVED else ""
-    raise AttributeError(f"scalecom_hvd has no {name}{hint}")
 
 
 def attribute(horovod: ModuleType, name: str, face: str) -> Any:

@@ -25,9 +25,6 @@ from scalecom_hvd.exchange.public_names import *  # noqa: F403
 
 Monitor = _monitoring.for_face(lambda: _dist.get_rank() if _dist.is_initialized() else 0)
 
-# Type checkers must not see it: they would allow any name.
-globals()["__getattr__"] = _missing.no_attribute
-
 __all__ = ["DistributedOptimizer", "Monitor", "PerRank", "broadcast_parameters"]
 __all__ += ["ScaleCom", "ScaleComState", "scalecom_hook"]
 __all__ += public_names.__all__

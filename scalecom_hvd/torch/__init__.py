@@ -53,7 +53,7 @@ def join(device: int = -1) -> int:
 
 
 def __getattr__(name: str) -> Any:
-    return _missing.no_attribute(name) if name in _missing.REMOVED else getattr(_horovod, name)
+    return getattr(_horovod, name)
 
 
 __all__ = [name for name in dir(_horovod) if not name.startswith("_")] + ["Monitor", "ScaleCom"]

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import sys
+import time
 from collections.abc import Sequence
 
 import horovod.torch as horovod
+import torch
 from horovod.common import process_sets as _horovods_sets
 from horovod.common.process_sets import ProcessSet
 
 from scalecom_hvd.agreement import NUMBERS, is_elastic
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
+
+SECONDS_FOR_OTHERS = 300  # that a process waits at its end; a rank may have called sys.exit()
 
 
 def peers_and_node(nodes: bool | int) -> tuple[HorovodCollectives, Node, ProcessSet]:
@@ -83,3 +90,24 @@ def _process_set(ranks: Sequence[int]) -> ProcessSet:
             "nodes= makes process sets after hvd.init(), which must allow new process sets: "
             'hvd.init(process_sets="dynamic")'
         ) from error
+
+
+def end_together() -> None:
+    """Make this process end when all ranks do. Call it after hvd.init().
+
+    The rank that ends first shuts Horovod down for all. But nodes take local steps at their own
+    pace, so others may still have to average inside their node, or to wait for what travels.
+    """
+    atexit.unregister(_wait_for_others)  # registered last, it is called before Horovod's shutdown
+    atexit.register(_wait_for_others)
+
+
+def _wait_for_others() -> None:
+    # After an uncaught error, others must fail too, and not wait for this rank.
+    if hasattr(sys, "last_value") or not horovod.is_initialized():
+        return
+    given_up = time.monotonic() + SECONDS_FOR_OTHERS
+    with contextlib.suppress(Exception):  # another rank has failed
+        work = HorovodCollectives().all_reduce(torch.zeros(1), "scalecom.end")
+        while not work.done() and time.monotonic() < given_up:
+            time.sleep(0.01)

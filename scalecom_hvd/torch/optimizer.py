@@ -34,7 +34,7 @@ from scalecom_hvd.exchange.not_compiled import not_compiled
 from scalecom_hvd.exchange.optimizer_gradients import OptimizerGradients
 from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives, where_it_ends
-from scalecom_hvd.torch.horovod_nodes import peers_and_node
+from scalecom_hvd.torch.horovod_nodes import end_together, peers_and_node
 
 _Compression: TypeAlias = Compressor | type[Compressor] | Method | type[Method]
 
@@ -142,7 +142,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             (op != horovod.Average, "op", why_not),
             (predivides, "gradient_predivide_factor", "gradients are averaged in two stages"),
             (not is_everyone, "process_set", "nodes consist of all ranks"),
-            (overlap != 0, "overlap", "Horovod would end while averages travel"),
             (collectives is not None, "collectives", "nodes are Horovod's process sets"),
         )
         faces.check_left_out("nodes=", settings)
@@ -193,6 +192,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         )
         members = _members(None) | faces.local_members(local, type(optimizer), parameters.values())
         if node is not None:
+            end_together()
             members = _averaging_in_node(members, method)
             compression, process_set = Compression.none, inside
     # Refuse everything that may be refused before Horovod puts hooks on the parameters: nothing

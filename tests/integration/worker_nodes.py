@@ -20,24 +20,32 @@ def counts_late(node, is_sound, step, *votes):
     return counts(node, is_sound, step, *votes)
 
 
+def train(**settings):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 1))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        named_parameters=model.named_parameters(),
+        compression=hvd.ScaleCom(min_numel=100),
+        nodes=True if sys.argv[1] == "True" else int(sys.argv[1]),
+        **settings,
+    )
+    random = torch.Generator().manual_seed(hvd.rank())
+    for _ in range(STEPS):
+        inputs = torch.randn(8, 40, generator=random)
+        optimizer.zero_grad()
+        (model(inputs) - inputs.sum(1, keepdim=True).sin()).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
 hvd.init(process_sets="dynamic")
 torch.set_num_threads(1)
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 1))
-optimizer = hvd.DistributedOptimizer(
-    torch.optim.AdamW(model.parameters(), lr=0.01),
-    named_parameters=model.named_parameters(),
-    compression=hvd.ScaleCom(min_numel=100),
-    nodes=True if sys.argv[1] == "True" else int(sys.argv[1]),
-)
 if hvd.rank() >= hvd.size() // 2:
     Node.counts = counts_late
-random = torch.Generator().manual_seed(hvd.rank())
-for _ in range(STEPS):
-    inputs = torch.randn(8, 40, generator=random)
-    optimizer.zero_grad()
-    (model(inputs) - inputs.sum(1, keepdim=True).sin()).square().mean().backward()
-    optimizer.step()
+model, optimizer = train()
 if hvd.rank() == 0:
     weights = [p.double().sum().item() for p in model.parameters()]
     print("RESULT", json.dumps([weights, optimizer.compression.stats()["ranks_per_node"]]))
+# The first node ends while averages travel, and before the other node has averaged inside.
+train(local_steps=4, overlap=1)

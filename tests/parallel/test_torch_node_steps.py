@@ -121,10 +121,6 @@ def oracle(steps, optimizer="adamw", **settings):
 )
 @on_every_face
 def test_a_node_is_one_worker(face, settings):
-    if face is Horovod and "overlap" in settings:
-        with pytest.raises(ValueError, match="overlap cannot be used with nodes="):
-            make(face, **settings)
-        return
     trained = make(face, **settings)
     for step in range(STEPS):
         trained.take(step)

@@ -9,7 +9,6 @@ import torch
 from simulated import as_tensors, assert_same, made_up, simulate
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd import ddp
 from scalecom_hvd.ddp import ScaleComState
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.missing import TORCHS_ALONE
@@ -186,16 +185,6 @@ def test_what_is_no_optimizer_or_no_compression_is_refused_by_one_process_too():
 
 def test_what_tensorflow_has_not_is_here():
     assert set(TORCHS_ALONE) < set(hvd.__all__)
-
-
-@pytest.mark.parametrize("face", [hvd, ddp])
-def test_what_was_removed_says_what_to_use_now(face):
-    with pytest.raises(AttributeError, match="no GTopK. It was removed: use LocalTopK"):
-        _ = face.GTopK
-    with pytest.raises(AttributeError, match="no Diagnostics. It was removed: use a number of"):
-        _ = face.Diagnostics
-    with pytest.raises(AttributeError, match="has no .*GTopKK"):
-        _ = face.GTopKK
 
 
 class FailsOnce(torch.optim.SGD):
