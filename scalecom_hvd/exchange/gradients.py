@@ -18,6 +18,8 @@ from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.exchange.collectives import Wait
 from scalecom_hvd.exchange.devices import HostCopy, uploaded
 
+_PLAIN = torch.Tensor, torch.nn.Parameter  # asking these for to_local takes a microsecond
+
 
 class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
     """A step found a gradient that cannot be used, and changed nothing. Has its `result`."""
@@ -47,8 +49,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
     Autograd does not notice changes to it, so a graph of the earlier numbers stays valid.
     """
-    to_local = getattr(tensor, "to_local", None)
-    return (tensor if to_local is None else to_local()).data
+    if type(tensor) not in _PLAIN and hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    return tensor.data
 
 
 def flat_tensor(tensor: torch.Tensor) -> torch.Tensor:

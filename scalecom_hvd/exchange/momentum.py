@@ -213,7 +213,7 @@ def _mix(mixes: list[_Mix], back: bool) -> None:
         sign = -1 if group.get("maximize") else 1  # with which the optimizer takes gradients
         size: Size | None = None
         for grad, state in pairs:
-            buffer, gradient = local_part(state[momentum.key]), local_part(grad)
+            buffer, gradient = _own(state[momentum.key]), _own(grad)
             if gradient.dtype != buffer.dtype:
                 gradient = gradient.to(buffer.dtype)
             if size is None or "step" in state:  # some count the steps of each parameter
@@ -235,12 +235,17 @@ def _fits(buffer: object, parameter: torch.Tensor) -> bool:
     """Whether this is an ordinary momentum. Some optimizers keep theirs in few bits."""
     if not isinstance(buffer, torch.Tensor):
         return False
-    own = local_part(buffer)
+    own = _own(buffer)
     return (
         type(own) in (torch.Tensor, torch.nn.Parameter)
         and own.is_floating_point()
-        and own.shape == local_part(parameter).shape
+        and own.shape == _own(parameter).shape
     )
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """local_part(tensor), or the tensor itself, which takes a microsecond less."""
+    return tensor if type(tensor) is torch.Tensor else local_part(tensor)
 
 
 _everyone: weakref.WeakValueDictionary[int, QuasiHyperbolic] = weakref.WeakValueDictionary()

@@ -13,6 +13,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+# What this thread compiles frames with; None: nothing. Without this function of PyTorch, nobody
+# knows, and `not_compiled` takes longer.
+_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -24,8 +27,8 @@ def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def as_it_is(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal disabled
-        # torch.compiler.disable imports all of Dynamo. Without Dynamo, nothing compiles.
-        if "torch._dynamo" not in sys.modules:
+        # torch.compiler.disable imports all of Dynamo, and its functions take microseconds.
+        if "torch._dynamo" not in sys.modules or (_callback is not None and _callback() is None):
             return function(*args, **kwargs)
         if disabled is None:
             disabled = torch.compiler.disable(function)

@@ -17,13 +17,15 @@ from scalecom_hvd.agreement import NUMBERS, is_elastic
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
 
-SECONDS_FOR_OTHERS = 300  # that a process waits at its end; a rank may have called sys.exit()
 
-
-def peers_and_node(nodes: bool | int) -> tuple[HorovodCollectives, Node, ProcessSet]:
+def peers_and_node(
+    nodes: bool | int, local_steps: bool
+) -> tuple[HorovodCollectives, Node, ProcessSet]:
     """This rank's peers, and the ranks of its node, also as a process set. All ranks call this.
 
     nodes: True: each host is a node. A number: that many nodes, of consecutive ranks.
+    local_steps: whether nodes take steps at their own pace. Then this process ends when all do: the
+        rank that ends first shuts Horovod down, and others may still average inside their node.
 
     Raises:
         ValueError: ranks do not fill two or more nodes of equal size, or Horovod was started
@@ -55,6 +57,9 @@ def peers_and_node(nodes: bool | int) -> tuple[HorovodCollectives, Node, Process
     everyone = [*members.values(), *(list(ranks) for ranks in zip(*members.values(), strict=True))]
     sets = [_process_set(ranks) for ranks in everyone]  # all ranks make all of them, in one order
     node, peers = (one for one in sets if horovod.rank() in one.ranks)
+    if local_steps:
+        atexit.unregister(_wait_for_others)  # registered last, it comes before Horovod's shutdown
+        atexit.register(_wait_for_others)
     inside = HorovodCollectives(node, horovod.Sum)
     return HorovodCollectives(peers), Node(inside, HorovodCollectives(), number), node
 
@@ -92,21 +97,11 @@ def _process_set(ranks: Sequence[int]) -> ProcessSet:
         ) from error
 
 
-def end_together() -> None:
-    """Make this process end when all ranks do. Call it after hvd.init().
-
-    The rank that ends first shuts Horovod down for all. But nodes take local steps at their own
-    pace, so others may still have to average inside their node, or to wait for what travels.
-    """
-    atexit.unregister(_wait_for_others)  # registered last, it is called before Horovod's shutdown
-    atexit.register(_wait_for_others)
-
-
 def _wait_for_others() -> None:
     # After an uncaught error, others must fail too, and not wait for this rank.
     if hasattr(sys, "last_value") or not horovod.is_initialized():
         return
-    given_up = time.monotonic() + SECONDS_FOR_OTHERS
+    given_up = time.monotonic() + 300  # another rank may have called sys.exit() too soon
     with contextlib.suppress(Exception):  # another rank has failed
         work = HorovodCollectives().all_reduce(torch.zeros(1), "scalecom.end")
         while not work.done() and time.monotonic() < given_up:

@@ -34,7 +34,7 @@ from scalecom_hvd.exchange.not_compiled import not_compiled
 from scalecom_hvd.exchange.optimizer_gradients import OptimizerGradients
 from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives, where_it_ends
-from scalecom_hvd.torch.horovod_nodes import end_together, peers_and_node
+from scalecom_hvd.torch.horovod_nodes import peers_and_node
 
 _Compression: TypeAlias = Compressor | type[Compressor] | Method | type[Method]
 
@@ -163,7 +163,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     parameters = faces.trained_parameters(optimizer, named_parameters)
     node = None
     if nodes is not False:
-        collectives, node, inside = peers_and_node(nodes)
+        collectives, node, inside = peers_and_node(nodes, local_steps is not None)
     named_groups = faces.names_of_groups(groups, parameters)
     if local_steps is None:
         gradients = OptimizerGradients(
@@ -192,7 +192,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         )
         members = _members(None) | faces.local_members(local, type(optimizer), parameters.values())
         if node is not None:
-            end_together()
             members = _averaging_in_node(members, method)
             compression, process_set = Compression.none, inside
     # Refuse everything that may be refused before Horovod puts hooks on the parameters: nothing
