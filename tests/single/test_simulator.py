@@ -3,6 +3,7 @@
 When one fails, all of them raise the error, and none waits forever.
 """
 
+import contextlib
 import copy
 
 import numpy as np
@@ -270,6 +271,27 @@ def test_ranks_that_wait_for_each_other_are_found():
             lambda collectives: collectives.all_reduce(torch.ones(1), "left").wait(),
             lambda collectives: collectives.all_reduce(torch.ones(1), "right").wait(),
         )
+
+
+def test_a_thread_submits_the_last_part_just_before_a_rank_would_wait():
+    network = Network(2)
+    left, right = (SimulatedCollectives(network, position) for position in range(2))
+
+    @contextlib.contextmanager
+    def late():
+        """The network's lock, once. The other rank's thread has it just before."""
+        network._lock = lock
+        right.all_reduce(torch.ones(1), "last")
+        with lock:
+            yield
+
+    def waits():
+        work = left.all_reduce(torch.zeros(1), "last")
+        network._lock = late()
+        return work.wait().item()
+
+    lock = network._lock
+    assert network.run([waits, lambda: None]) == [0.5, None]
 
 
 def test_a_name_in_flight_cannot_be_used_again_but_a_name_that_has_met_can():
