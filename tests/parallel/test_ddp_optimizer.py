@@ -77,6 +77,20 @@ def test_letting_go_of_a_step_that_was_given_up_waits_for_nobody():
 
 
 @pytest.mark.on_cpus
+def test_letting_go_of_what_follows_a_collective_waits_for_nobody():
+    """A group waits for all it has submitted when it is freed, so it is held until then."""
+    collectives = ProcessGroupCollectives()
+    first = collectives.all_reduce(torch.ones(1), "first")
+    if dist.get_rank() == 0:
+        collectives.all_reduce(torch.ones(1), "never submitted by other ranks")
+    first.wait()
+    if dist.get_rank() == 0:
+        del collectives, first
+        gc.collect()
+    dist.barrier()
+
+
+@pytest.mark.on_cpus
 def test_groups_go_with_their_optimizer():
     def trained():
         model, optimizer = make()
