@@ -40,16 +40,15 @@ def main() -> None:
     if args.muon and not hasattr(torch.optim, "Muon"):
         parser.error("--muon needs PyTorch 2.9 or newer")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    here = int(os.environ["LOCAL_WORLD_SIZE"])
-    device = use_device(kind, int(os.environ["LOCAL_RANK"]), here)
+    local_rank, here = (int(os.environ[f"LOCAL_{what}"]) for what in ("RANK", "WORLD_SIZE"))
+    device = use_device(kind, local_rank, here)
     dist.init_process_group()
     torch.set_num_threads(1)
     task = race_tasks.task(args.task, args.size, args.pieces)
-    is_first = os.environ["LOCAL_RANK"] == "0"
-    if is_first:  # it cuts the text if nobody has; the other ranks read it
+    if local_rank == 0:  # it cuts the text if nobody has; the other ranks read it
         task.load()
     dist.barrier()
-    if not is_first:
+    if local_rank:
         task.load()
     result = train(args, task, device)
     if dist.get_rank() == 0:
@@ -78,7 +77,7 @@ def train(args: argparse.Namespace, task: race_tasks.Task, device: torch.device)
     ]
     random = torch.Generator().manual_seed(1000 * args.seed + dist.get_rank())
     every = max(1, round(args.every * way.steps))
-    losses, begun = {0: evaluate(task, model, device)}, time.time()
+    losses, seconds, begun = {0: evaluate(task, model, device)}, {0: 0.0}, time.time()
     for step in range(1, steps + 1):
         for own in optimizers:
             own.zero_grad()
@@ -93,7 +92,9 @@ def train(args: argparse.Namespace, task: race_tasks.Task, device: torch.device)
         for each in (*optimizers, *schedules):
             each.step()
         if step % every == 0 or step == steps:
+            seconds[step] = time.time() - begun
             losses[step] = evaluate(task, model, device)
+            begun = time.time() - seconds[step]
     return {
         "way": args.way,
         "seed": args.seed,
@@ -101,7 +102,7 @@ def train(args: argparse.Namespace, task: race_tasks.Task, device: torch.device)
         "ranks": dist.get_world_size(),
         "parameters": sum(p.numel() for p in model.parameters()),
         "losses": losses,
-        "seconds": time.time() - begun,
+        "seconds": seconds,  # of training, until each evaluation
         "code": args.code,
     }
 
