@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from local_models import (
 from models import same_on_all_ranks, take_steps, through_a_file
 
 from scalecom_hvd.exchange.background_thread import wait_for_kept
+from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 
 
 def checkpoint(model, optimizer):
@@ -98,6 +100,19 @@ def test_ranks_drop_an_optimizer_at_different_times_while_averages_travel(compre
     stock.barrier()
     take_steps(optimizer, model, [7])
     compressor.state_dict()  # waits for what rank 0 has to send
+
+
+def test_the_choice_for_the_next_round_has_arrived_when_it_is_saved(monkeypatch):
+    def broadcast_late(self, choice, root):
+        time.sleep(0.1 * self.leads(later=1))
+        return broadcast(self, choice, root)
+
+    broadcast = BucketCollectives.broadcast_choice
+    monkeypatch.setattr(BucketCollectives, "broadcast_choice", broadcast_late)
+    model = begin()
+    optimizer, compressor = make(model, method("ScaleCom", lookahead=True))
+    learn(optimizer, model, range(8))
+    assert same_on_all_ranks(compressor.state_dict()["offsets"].values())
 
 
 # Rank 0's model is loaded on all ranks, but each goes on with its own.
