@@ -218,6 +218,21 @@ def test_buckets_travel_while_backward_runs(kind, monkeypatch):
     assert seen == [False, True, True, True, True]
 
 
+@only_delayed
+def test_a_change_without_a_trace_is_noticed_in_each_dtype():
+    dtypes = {"float": torch.float32, "double": torch.float64}
+    model = {n: torch.nn.Parameter(torch.ones(99, dtype=d).to(DEVICE)) for n, d in dtypes.items()}
+    sgd = torch.optim.SGD(model.values(), lr=0.1)
+    optimizer = ddp.DistributedOptimizer(sgd, model.items(), ddp.ScaleCom(**SETTINGS))
+    for name in (None, "float", None, "double"):  # in the others nothing is under way yet
+        optimizer.zero_grad()
+        sum(parameter.square().sum() for parameter in model.values()).backward()
+        if name and dist.get_rank() == 0:
+            model[name].grad.data.mul_(0.25)
+        with pytest.raises(RuntimeError, match="changed") if name else contextlib.nullcontext():
+            optimizer.step()
+
+
 def test_all_buckets_travel_in_one_order():
     """A backend of streams matches collectives by their order, and its groups cost much."""
     model = make_model(DEVICE)
