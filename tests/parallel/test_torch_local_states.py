@@ -199,12 +199,12 @@ def test_a_broadcast_in_training_is_as_in_horovod():
     assert same_on_all_ranks(model.values())
 
 
-@pytest.mark.parametrize("broadcasts", [True, False])
-def test_a_newcomer_begins_from_the_common_parameters(broadcasts, caplog):
-    """Rank 1 is new. It loads rank 0's own model, and has its own after a broadcast, or a step."""
+@pytest.mark.parametrize(("broadcasts", "new"), [(True, 1), (False, 1), (False, 0)])
+def test_a_newcomer_begins_from_the_common_parameters(broadcasts, new, caplog):
+    """It loads what rank 0's own model was, and has its own after a broadcast, or a step."""
     _, _, saved = saved_in_mid_round()
     values = hvd.broadcast_object(saved[2], root_rank=0)
-    is_new = hvd.rank() == 1
+    is_new = hvd.rank() == new
     model, again = resume(saved, () if is_new else ("residues", "optimizer"), values)
     began = saved[0]["local_steps"]["common"] if is_new else saved[2]
     if broadcasts:
@@ -212,7 +212,9 @@ def test_a_newcomer_begins_from_the_common_parameters(broadcasts, caplog):
         assert equal(model, began)
     learn(again, model, [6], bad=[6])
     assert hvd.rank() % 2 == 0 or equal(model, began)
-    told = "begins from rank 0's common parameters" in caplog.text
+    common = again.compression.state_dict()["local_steps"]["common"]
+    assert equal(common, saved[0]["local_steps"]["common"])
+    told = f"begins from rank {int(not new)}'s common parameters" in caplog.text
     assert told == (is_new and not broadcasts)
     learn(again, model, range(7, 12))
     assert again.compression.stats()["local_steps_taken"] == 12
