@@ -36,7 +36,7 @@ SHORTER = 0.9
 MUCH_EXPOSED = 0.1
 # Whole steps are tried if they are not expected to take more times as long as the fastest.
 WORTH_A_TRY = 2.5
-FROM_BYTES = 4
+FROM_BYTES = 3
 # A settled controller searches again if the time of a step has changed by this share.
 CHANGED = 0.2
 
@@ -52,7 +52,7 @@ class RateController:
     Example:
         >>> controller = RateController(ranks=4)
         >>> controller.note(seconds=0.25, exposed=0.03)
-        5
+        4
     """
 
     def __init__(self, ranks: int, rung: int = START) -> None:

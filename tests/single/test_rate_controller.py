@@ -13,7 +13,7 @@ from scalecom_hvd.stages import LADDER, START, WHOLE
 
 ELEMENTS, COMPUTE = 25e6, 0.17
 # What compression itself exposes: nothing if all is sent whole, most if nearly all is.
-KERNELS = [0, 0.06, 0.055, 0.05, 0.045, 0.04, 0.04, 0.04, 0.04, 0.04]
+KERNELS = [0, 0.06, 0.05, 0.045, 0.04, 0.04, 0.04, 0.04, 0.04]
 
 
 def network(gigabits, ranks=2, noise=0.05, compute=COMPUTE, seed=0, straggles=0.0):
@@ -49,11 +49,10 @@ def median(step, rung):
 def test_steps_are_as_short_as_on_the_best_rung(gigabits, ranks, noise):
     """A denser rung that takes a little longer is preferred: it sends more."""
     for seed in range(5):
-        step = network(gigabits, ranks, noise, seed=seed)
-        controller = RateController(ranks)
-        rungs = run(controller, step, 1200)
-        best = min(median(step, rung) for rung in range(len(LADDER)))
-        assert median(step, rungs[-1]) < 1.09 * best
+        step, clean = network(gigabits, ranks, noise, seed=seed), network(gigabits, ranks, 0.0)
+        rungs = run(RateController(ranks), step, 1200)
+        best = min(median(clean, rung) for rung in range(len(LADDER)))
+        assert median(clean, rungs[-1]) < 1.09 * best
         assert sum(a != b for a, b in zip(rungs[200:], rungs[201:], strict=False)) <= 3
         # What it tried on the way costs little.
         assert sum(step(rung)[0] for rung in rungs) < 1.11 * 1200 * best
