@@ -63,9 +63,8 @@ class Collectives(Protocol):
     ProcessGroupCollectives calls its `end_with(optimizer)`.)
 
     Attributes:
-        spins: whether waiting may keep a core busy. The exchange sets it, and it is False before
-            that. Busy waiting is quickest, but takes the core from kernels and from the thread that
-            has to send. A transport may ignore `spins`.
+        spins: whether waiting may keep a core busy, which is quickest, but takes the core from
+            kernels and from the thread that sends. The exchange sets it. A transport may ignore it.
         is_ordered: whether collectives of all channels together meet in the order in which ranks
             submit them, as on an accelerator's streams. Buckets then take turns.
     """
@@ -91,9 +90,10 @@ class Collectives(Protocol):
 
     @property
     def numbers(self) -> Numbers:
-        """Counts the exchanges of this process, so that each has names of its own.
+        """Counts the exchanges of this process, so that each has names of its own once they agree.
 
-        `agreement.NUMBERS`, or a `Numbers()` for each of several ranks in one process.
+        So let one transport serve all optimizers. It has `agreement.NUMBERS`, or if several ranks
+        are in one process, a `Numbers()`.
         """
 
     def channel(self) -> Collectives:

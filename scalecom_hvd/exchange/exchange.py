@@ -395,7 +395,7 @@ class Exchange(Averager):
     def _finish(self) -> dict[str, torch.Tensor]:
         """Submit what is left, wait for everything, and commit the step, or roll it back."""
         if not self._arrived:
-            raise RuntimeError("finish() was called before any gradient was reported by ready()")
+            raise RuntimeError("finish() before ready(): with no gradient, call ready(name, None)")
         if not self.agreed:
             self._agree()
         part = self._part()
