@@ -13,9 +13,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-# What this thread compiles frames with; None: nothing. Without this function of PyTorch, nobody
-# knows, and `not_compiled` takes longer.
-_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+# What this thread compiles frames with; None: nothing. If PyTorch lacks it, calls take longer.
+_eval_frame = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+_callback = getattr(_eval_frame, "get_eval_frame_callback", None)
 P = ParamSpec("P")
 T = TypeVar("T")
 
