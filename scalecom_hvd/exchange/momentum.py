@@ -39,6 +39,7 @@ log = logging.getLogger("scalecom_hvd")
 
 # After this many steps of the optimizer without any exchange, a warning is logged.
 UNUSED = 20
+LARGE = 2**16  # elements: a momentum that a processor's cache does not keep between two passes
 NOTHING_EXCHANGED = (
     "the optimizer has taken %d steps, and ScaleCom has exchanged nothing. If "
     "DistributedDataParallel wraps the model, call model.register_comm_hook(state, scalecom_hook)"
@@ -220,6 +221,10 @@ def _mix(mixes: list[_Mix], back: bool) -> None:
                 size = sign * momentum.size(group, state, step if back else step - 1)
             if isinstance(size, torch.Tensor):
                 buffer.lerp_(gradient * size, share)
+            elif size and size != 1 and _is_large(buffer, gradient):
+                # The product with a single 1 takes one pass over the memory, and foreach two.
+                keep, one = 1 - share, buffer.new_ones(1)
+                buffer.view(-1, 1).addr_(gradient.view(-1), one, beta=keep, alpha=share * size)
             elif size:
                 by_share.setdefault((share, size), []).append((buffer, gradient))
     for (share, size), both in by_share.items():
@@ -229,6 +234,12 @@ def _mix(mixes: list[_Mix], back: bool) -> None:
         else:
             torch._foreach_mul_(buffers, 1 - share)
             torch._foreach_add_(buffers, gradients, alpha=share * size)
+
+
+def _is_large(buffer: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether the CPU's memory is what a mix waits for, and two vectors can be made of both."""
+    is_plain = buffer.is_contiguous() and gradient.is_contiguous()
+    return buffer.device.type == "cpu" and is_plain and buffer.numel() >= LARGE
 
 
 def _fits(buffer: object, parameter: torch.Tensor) -> bool:

@@ -110,8 +110,10 @@ def by_oracle(make, steps=6, without=()):
     return named, expected
 
 
+@pytest.mark.parametrize("large", [momentum.LARGE, 1])
 @every_plain
-def test_steps_are_the_oracles_and_the_state_is_the_plain_momentum(make):
+def test_steps_are_the_oracles_and_the_state_is_the_plain_momentum(make, large, monkeypatch):
+    monkeypatch.setattr(momentum, "LARGE", large)
     served = Served(make).train(range(6))
     named, expected = by_oracle(make)
     assert_close(served.named, named)
