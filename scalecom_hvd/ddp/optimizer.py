@@ -169,18 +169,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         how = named_groups, sparse_as_dense, _refuse_sparse
         gradients = OptimizerGradients(parameters, method, collectives, *how)
     else:
-        local = LocalSteps(
-            parameters,
-            method,
-            collectives,
-            Schedule(local_steps, fragments),
-            named_groups,
-            start_anew=lambda: faces.zero_state(this()),
-            outer=outer,
-            overlap=overlap,
-            clip_changes=clip_changes,
-            node=node,
-        )
+        who = parameters, method, collectives, Schedule(local_steps, fragments), named_groups
+        more = lambda: faces.zero_state(this()), outer, overlap, clip_changes, node
+        local = LocalSteps(*who, *more)
         members, bases = faces.local_members(local, type(optimizer), parameters.values()), ()
     with method.run.released_on_error():
         fsdp = FsdpGroups(parameters.values(), mesh)

@@ -178,18 +178,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         )
         members = _members(gradients)
     else:
-        local = LocalSteps(
-            parameters,
-            method,
-            collectives,
-            Schedule(local_steps, fragments),
-            named_groups,
-            start_anew=lambda: faces.zero_state(this()),
-            outer=outer,
-            overlap=overlap,
-            clip_changes=clip_changes,
-            node=node,
-        )
+        who = parameters, method, collectives, Schedule(local_steps, fragments), named_groups
+        more = lambda: faces.zero_state(this()), outer, overlap, clip_changes, node
+        local = LocalSteps(*who, *more)
         members = _members(None) | faces.local_members(local, type(optimizer), parameters.values())
         if node is not None:
             members = _averaging_in_node(members, method)
