@@ -10,7 +10,9 @@ medians, and climbs from rung to rung:
   small messages may cost more than they save, and without them all of that is gone.
 
 Then it stays on the densest rung that is hardly slower than the fastest, and tries no other before
-the time of a step has changed. Framework-free, and fed by numbers: tests bring their own networks.
+the time of a step has changed. A run's first steps are dearest (docs/results.md), so it begins with
+a denser rung, unless that costs much, and searches once more after some 250 steps. Framework-free,
+and fed by numbers: tests bring their own networks.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ WINDOW, SETTLED_WINDOW, SKIPPED = 16, 200, 3
 HOPELESS, FEW = 1.5, 3
 # What counts as no slower. The times of equal steps differ by less on a machine that is not idle.
 SAME = 1.03
-# Rungs after START cost accuracy in runs of some hundred steps (docs/results.md). So each must make
-# steps this much shorter than the rung before it.
-SHORTER = 0.9
+# Rungs after FREE cost accuracy in runs of some hundred steps (docs/results.md), and those after
+# FREE_EARLY in a run's first steps. So each must make steps this much shorter than the one before.
+FREE, FREE_EARLY, SHORTER = START, 2, 0.9
 # Shares of a step. Less exposed time is not worth a sparser rung, and more is.
 MUCH_EXPOSED = 0.1
 # Whole steps are tried if they are not expected to take more times as long as the fastest.
@@ -44,6 +46,10 @@ CHANGED = 0.2
 class RateController:
     """Finds the rung for one run.
 
+    Args:
+        ranks, rung: how many ranks there are, and the rung of the first step.
+        is_new: whether the run's first steps are to come.
+
     Attributes:
         rung: the one of the coming step.
         reason: why, for a user; "" at the start.
@@ -55,8 +61,9 @@ class RateController:
         4
     """
 
-    def __init__(self, ranks: int, rung: int = START) -> None:
+    def __init__(self, ranks: int, rung: int = START, is_new: bool = False) -> None:
         self._ranks, self.rung, self.reason = ranks, rung, ""
+        self._free = FREE_EARLY if is_new else FREE
         self.is_settled = False
         self._times: dict[int, float] = {}  # the median seconds of a step on each rung
         self._exposed = 0.0  # the median share on the present rung
@@ -84,9 +91,9 @@ class RateController:
 
     def _decide(self, time: float) -> None:
         if self.is_settled:
-            if abs(time / self._times[self.rung] - 1) < CHANGED:
+            if self._free == FREE and abs(time / self._times[self.rung] - 1) < CHANGED:
                 return
-            self._times, self.is_settled = {}, False
+            self._times, self.is_settled, self._free = {}, False, FREE
         self._times[self.rung] = time
         rung, why = self._next()
         self.is_settled = rung in self._times
@@ -112,7 +119,7 @@ class RateController:
 
     def _is_worth_it(self, rung: int) -> bool:
         denser = self._times.get(rung - 1, math.inf)
-        return rung <= START or self._times[rung] <= SHORTER * denser
+        return rung <= self._free or self._times[rung] <= SHORTER * denser
 
     def _expected_whole(self) -> float:
         """The time of a whole step, by what bytes cost on the rungs so far."""

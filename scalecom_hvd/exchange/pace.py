@@ -27,7 +27,8 @@ class Pace:
     ) -> None:
         self._residues = residues
         decides = position == 0 and ranks > 1
-        self._controller = RateController(ranks, residues.rung) if decides else None
+        start = ranks, residues.rung, not residues.step
+        self._controller = RateController(*start) if decides else None
         self._timer = Timer(devices)
         self._ended: float | None = None
 

@@ -43,20 +43,34 @@ def median(step, rung):
     return statistics.median(step(rung)[0] for _ in range(99))
 
 
+@pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("noise", [0.02, 0.1])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("gigabits", [0.1, 1, 10, 40])
-def test_steps_are_as_short_as_on_the_best_rung(gigabits, ranks, noise):
+def test_steps_are_as_short_as_on_the_best_rung(gigabits, ranks, noise, is_new):
     """A denser rung that takes a little longer is preferred: it sends more."""
+    settled = 400 if is_new else 200
     for seed in range(5):
         step, clean = network(gigabits, ranks, noise, seed=seed), network(gigabits, ranks, 0.0)
-        rungs = run(RateController(ranks), step, 1200)
+        rungs = run(RateController(ranks, is_new=is_new), step, 1200)
         best = min(median(clean, rung) for rung in range(len(LADDER)))
         assert median(clean, rungs[-1]) < 1.09 * best
-        assert sum(a != b for a, b in zip(rungs[200:], rungs[201:], strict=False)) <= 3
+        changes = zip(rungs[settled:], rungs[settled + 1 :], strict=False)
+        assert sum(a != b for a, b in changes) <= 3
         # What it tried on the way costs little.
         assert sum(step(rung)[0] for rung in rungs) < 1.11 * 1200 * best
         assert gigabits < 10 or rungs[-1] == WHOLE
+
+
+def test_a_new_run_begins_denser_unless_that_costs_much():
+    def step(rung):
+        return (0.14, 0.05) if rung < 2 else (0.12, 0.014) if rung == 2 else (0.115, 0.01)
+
+    rungs = run(RateController(2, is_new=True), step, 700)
+    assert set(rungs[100:240]) == {2}
+    assert START >= rungs[-1] > 2
+    assert run(RateController(2), step, 700)[-1] == rungs[-1]
+    assert run(RateController(2, is_new=True), network(0.1, noise=0.0), 120)[-1] > START
 
 
 def test_it_settles_within_a_hundred_steps():
