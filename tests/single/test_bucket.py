@@ -186,7 +186,7 @@ def test_moves_on_two_threads_have_ranges_of_their_own_in_a_profile():
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
-def test_gradients_on_another_device_than_residues_are_refused(name):
+def test_gradients_that_kernels_would_misread_are_refused(name):
     """This happens if model.to(device) is called after the optimizer was made.
 
     Kernels follow addresses.
@@ -200,6 +200,9 @@ def test_gradients_on_another_device_than_residues_are_refused(name):
         ".*is on its device"
     )
     with pytest.raises(RuntimeError, match=message):
+        BucketStep(bucket, 1.0, grads)
+    grads[name] = bucket.came[name].repeat_interleave(2)[::2]
+    with pytest.raises(RuntimeError, match=f"of {name} is not contiguous: give .contiguous()"):
         BucketStep(bucket, 1.0, grads)
 
 

@@ -301,6 +301,22 @@ def test_a_step_that_fails_leaves_no_mix(when):
     assert_close(served.named, named)
 
 
+def test_a_mix_stays_if_its_gradient_is_gone():
+    """The script zeroed gradients in place after a step that failed."""
+    served = Served(functools.partial(Fails, lr=0.1, momentum=0.9)).train(range(3))
+    served.optimizer.when = "before"
+    with pytest.raises(ZeroDivisionError):
+        served.step(3)
+    states = [served.optimizer.state[p] for p in served.named.values()]
+    mixed = [state["momentum_buffer"].clone() for state in states]
+    served.optimizer.when = None
+    served.optimizer.zero_grad(set_to_none=False)
+    served.residues.note_step()
+    served.optimizer.step()
+    for state, own in zip(states, mixed, strict=True):
+        torch.testing.assert_close(state["momentum_buffer"], 0.9 * own)
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 def test_hooks_of_the_scripts_own_may_change_gradients(to_none):
     """It clips gradients before each step, and zeros them after it."""
@@ -348,8 +364,9 @@ def test_a_grad_scaler(fused):
     assert_close(served.named, by_oracle(make, number)[0])
 
 
-def test_parameters_without_a_gradient_stay():
-    served = Served(PLAIN["momentum"])
+@pytest.mark.parametrize("make", [PLAIN["momentum"], PLAIN["AdamW"]])
+def test_parameters_without_a_gradient_stay(make):
+    served = Served(make)
     for number in range(4):
         feed(served.named, number)
         served.residues.note_step()
@@ -358,7 +375,7 @@ def test_parameters_without_a_gradient_stay():
             before = served.named["bias"].detach().clone()
         served.optimizer.step()
         assert number != 2 or torch.equal(served.named["bias"], before)
-    assert_close(served.named, by_oracle(PLAIN["momentum"], 4, without=[2])[0])
+    assert_close(served.named, by_oracle(make, 4, without=[2])[0])
 
 
 def test_sparse_gradients_are_not_mixed():

@@ -5,6 +5,7 @@ and all threads run at once. Collectives go through one queue to a thread. It wa
 have brought their part.
 """
 
+import contextlib
 import functools
 import importlib
 import queue
@@ -469,6 +470,23 @@ def test_shards_that_are_at_different_steps_are_refused():
     assert all(
         "ranks of this node are at different steps, [0, 7]" in str(error) for error in errors
     )
+
+
+def test_a_rank_that_gives_up_a_step_is_heard_in_this_step_alone():
+    hub = Hub(2)
+
+    def act(rank):
+        node, heard = Node(ThreadCollectives(hub, rank)), []
+        for step in range(4):
+            error = (OSError if rank == 0 else CollectiveError) if step % 2 else ()
+            with contextlib.suppress(error), node.ending_a_step():
+                if step % 2 and rank == 0:
+                    raise OSError
+                heard.append(node.counts(step != 2 or rank == 0, step, votes=rank))
+        return heard
+
+    assert run(2, act) == [[(True, 1), (False, 1)]] * 2
+    hub.stop()
 
 
 @pytest.mark.parametrize("face", ["ddp", "torch"])
