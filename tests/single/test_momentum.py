@@ -443,14 +443,16 @@ def test_what_is_gone_does_nothing():
     assert are_equal(served.named, plain(PLAIN["AdamW"]))
 
 
-@pytest.mark.parametrize("by_hook", [True, False])
-def test_a_hook_that_is_never_called_is_said_once(by_hook, caplog):
-    served = Served(PLAIN["momentum"], by_hook=by_hook)
+@pytest.mark.parametrize(("by_hook", "skipped"), [(True, 0), (False, 0), (True, 1)])
+def test_a_hook_that_is_never_called_is_said_once(by_hook, skipped, caplog):
+    """If all steps so far were skipped, it was called."""
+    served, is_said = Served(PLAIN["momentum"], by_hook=by_hook), by_hook and not skipped
+    served.residues.skipped_steps = skipped
     for number in range(50):
         feed(served.named, number)
         served.optimizer.step()
-        assert (number < 19 or not by_hook) != ("taken 20 steps" in caplog.text)
-    assert len(caplog.records) == by_hook
+        assert (number < 19 or not is_said) != ("taken 20 steps" in caplog.text)
+    assert len(caplog.records) == is_said
 
 
 def test_the_simulators_averages_are_stepped_by_the_quasi_hyperbolic_optimizer():

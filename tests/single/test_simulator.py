@@ -15,9 +15,11 @@ from rungs import Restless
 from simulated import as_tensors, assert_same, made_up, residues_of, step_as
 
 from scalecom_hvd.agreement import Names
+from scalecom_hvd.exchange import Exchange, Face, ScaleCom
 from scalecom_hvd.exchange.collectives import CollectiveError
 from scalecom_hvd.exchange.methods import RandomK
-from scalecom_hvd.exchange.simulator import Network, SimulatedCollectives, Simulation
+from scalecom_hvd.exchange.optimizer_gradients import StartsAlike
+from scalecom_hvd.exchange.simulator import Network, SimulatedCollectives, SimulatedWork, Simulation
 from scalecom_hvd.reference import ScaleComReference
 from scalecom_hvd.stages import LADDER, START, WHOLE
 
@@ -263,6 +265,56 @@ def on_two_ranks(*functions):
         return network.run([lambda f=f, c=c: f(c) for f, c in zip(functions, ranks, strict=True)])
     finally:
         network.close()
+
+
+def test_parameters_are_compared_until_ranks_agree_and_after_a_restart():
+    face = StartsAlike({"weight": torch.ones(3)})
+    told = face.tell()
+    face.aborted(restarted=False)
+    assert face.tell() == told
+    face.hear([told, told], ())
+    face.aborted(restarted=False)
+    assert face.tell() == {"parameters": None}
+    face.aborted(restarted=True)
+    assert face.tell() == told
+
+
+class SideBySide(Face):
+    """A face whose gradients lie side by side, as in DDP's buckets."""
+
+    def layout(self):
+        return [["b", "a"]]
+
+
+def test_after_gradients_that_are_averaged_in_their_own_memory_flags_travel(monkeypatch):
+    """Ranks wait for both. If gradients lie elsewhere, they are copied."""
+    under_way = set()
+    wait, submit = SimulatedWork.wait, Network.submit
+
+    def submitted(*what):
+        work = submit(*what)
+        under_way.add(work)
+        return work
+
+    def waited(work):
+        under_way.discard(work)
+        return wait(work)
+
+    monkeypatch.setattr(Network, "submit", submitted)
+    monkeypatch.setattr(SimulatedWork, "wait", waited)
+    method = ScaleCom(rate="auto", min_numel=0, dense=())
+    method.residues.take_rung(WHOLE)  # from the second step on, nothing is compressed
+    like = {"a": torch.zeros(100), "b": torch.zeros(50)}
+    exchange = Exchange(like, method, SimulatedCollectives(Network(1), 0), face=SideBySide())
+    for step in range(4):
+        memory = torch.arange(150.0)
+        b, a = memory.split([50, 100]) if step < 3 else (memory[100:], memory[:100])
+        came = {"a": a.clone(), "b": b.clone()}
+        exchange.ready_all({"a": a, "b": b})
+        assert_same(exchange.finish(), came)
+        stats = method.stats()
+        assert step == 0 or (stats["bytes_dense"], stats["collectives"]) == (608, 2)
+        assert not under_way
 
 
 def test_ranks_that_wait_for_each_other_are_found():

@@ -1,0 +1,83 @@
+"""Averages that a script throws away, on one simulated rank."""
+
+import copy
+
+import pytest
+import torch
+
+from scalecom_hvd.exchange import Exchange, Options, ScaleCom
+from scalecom_hvd.exchange.simulator import Network, SimulatedCollectives
+from scalecom_hvd.exchange.unused_averages import TRIAL, UnusedAverages
+
+
+class Script:
+    """A weight, its optimizer and its exchange."""
+
+    def __init__(self, warmup_steps):
+        self.weight = torch.nn.Parameter(torch.zeros(300))
+        self.optimizer = torch.optim.SGD([self.weight], lr=0.1)
+        settings = {"rate": 10, "bits": 32, "beta": 1.0, "min_numel": 0, "dense": ()}
+        self.method = ScaleCom(**settings, warmup_steps=warmup_steps)
+        like = {"weight": self.weight}
+        unused = Options(unused=UnusedAverages(like, calls_hooks=True))
+        transport = SimulatedCollectives(Network(1), 0)
+        self.exchange = Exchange(like, self.method, transport, unused)
+
+    def step(self, uses=True, flawed=False):
+        """Average a gradient, and use its average, or zero it."""
+        (self.weight * torch.randn(300)).sum().backward()
+        if flawed:
+            self.weight.grad[7] = torch.nan
+        self.exchange.ready("weight", self.weight.grad.view(-1))
+        self.exchange.finish()
+        if uses:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def seen(self):
+        """The number of exchanges whose averages were thrown away, and what went back last."""
+        return self.method.stats()["averages_thrown_away"], self.method.residues.given_back
+
+
+@pytest.mark.parametrize(("warmup_steps", "uses"), [(0, True), (TRIAL + 2, True), (3, False)])
+def test_steps_that_are_sent_whole_are_no_trial(warmup_steps, uses, caplog):
+    """No residue has to become what it was before them."""
+    script = Script(warmup_steps)
+    for _ in range(warmup_steps):
+        script.step(uses)
+    script.step()
+    assert script.seen() == (0, set())
+    residue = script.method.residues.tensors["weight"].residue
+    before = residue.clone()
+    script.step(uses=False)
+    assert not torch.equal(residue, before)
+    script.step(flawed=True)  # this step is rolled back to the residues that went back
+    torch.testing.assert_close(residue, before, rtol=0, atol=1e-6)
+    assert script.seen() == (1, {"weight"})
+    script.step()
+    assert script.seen() == (1, set())
+    assert not caplog.records
+
+
+def test_what_was_loaded_stays():
+    script = Script(warmup_steps=0)
+    script.step()
+    state = copy.deepcopy(script.method.state_dict())
+    for _ in range(3):
+        script.step()
+    script.step(uses=False)
+    script.method.load_state_dict(state)
+    script.step(flawed=True)  # this step is rolled back
+    residue = script.method.residues.tensors["weight"].residue
+    torch.testing.assert_close(residue, state["residues"]["weight"], rtol=0, atol=1e-6)
+
+
+def test_what_went_back_counts_once_if_its_step_is_given_up():
+    script = Script(warmup_steps=0)
+    script.step()
+    script.step(uses=False)
+    (script.weight * 2).sum().backward()
+    script.exchange.ready("weight", script.weight.grad.view(-1))
+    script.exchange.abort()
+    script.step()
+    assert script.seen() == (1, {"weight"})
