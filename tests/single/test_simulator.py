@@ -134,6 +134,19 @@ def test_a_newcomer_takes_the_rung_of_the_others(monkeypatch):
     assert {c.residues.rung for c in second.compressors} == {first.compressors[1].residues.rung}
 
 
+@pytest.mark.parametrize("elastic", [False, True])
+def test_only_ranks_of_an_elastic_run_may_bring_one_ranks_residues(elastic, monkeypatch):
+    """They change their positions, but keep their states."""
+    monkeypatch.setattr(SimulatedCollectives, "elastic", elastic)
+    first, second = simulate(2), simulate(2)
+    first.step(as_tensors(made_up(2, 0)))
+    for compressor in second.compressors:
+        compressor.load_state_dict(copy.deepcopy(first.compressors[0].state_dict()))
+    refusal = pytest.raises(RuntimeError, match="residues")
+    with contextlib.nullcontext() if elastic else refusal:
+        second.step(as_tensors(made_up(2, 1)))
+
+
 @pytest.mark.parametrize("saved_at", [1, 3, 5])
 def test_a_run_that_turns_out_longer_goes_on(saved_at):
     """The state's step may be in the warm-up of one run, and after that of the other.

@@ -163,6 +163,12 @@ STATES = {
         lambda bucket, state, places: REPLACE(state, tensors={"a": {"sent": places}}),
         r"'sent' of a became \(150,\), torch.int64",
     ),
+    "another dtype": (
+        lambda bucket, state, places: REPLACE(
+            state, tensors={"a": {"sent": state.tensors["a"]["sent"].double()}}
+        ),
+        r"'sent' of a became \(3000,\), torch.float64",
+    ),
     "no tensor": (
         lambda bucket, state, places: REPLACE(state, tensors={"a": {"sent": 3.0}}),
         "'sent' of a must be a tensor, not 3.0",
@@ -174,6 +180,10 @@ STATES = {
     "a view": (
         lambda bucket, state, places: REPLACE(state, tensors={"a": {"sent": bucket.parts[0]}}),
         "is a view of the bucket's accumulators.*clone it",
+    ),
+    "the gradient": (
+        lambda bucket, state, places: REPLACE(state, tensors={"a": {"sent": bucket.grads["a"]}}),
+        "is a view of the bucket's.*clone it",
     ),
     "the residue": (
         lambda bucket, state, places: REPLACE(
