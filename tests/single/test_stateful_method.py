@@ -222,6 +222,17 @@ def test_a_state_saved_before_there_was_an_optimizer_is_that_of_the_start():
     assert_same(everything(simulation), everything(trained(0)))
 
 
+def test_a_state_that_no_optimizer_has_used_is_saved_as_it_was():
+    (state,) = saved(trained(3, 1))
+    state |= {"local_steps": {"taken": 3}, "shard": [1, 2]}
+    method = Momentum(**SETTINGS)
+    method.load_state_dict(state)
+    again = method.state_dict()
+    assert again.keys() == state.keys()
+    for what in ("residues", "recent_norms", "method_state", "local_steps", "shard"):
+        assert again[what] is state[what]
+
+
 def put(state, path, value=None):
     """Change a state where this path of keys leads; no value: remove what is there."""
     *way, last = path.split()
