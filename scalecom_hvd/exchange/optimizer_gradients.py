@@ -191,6 +191,9 @@ class OptimizerGradients(StartsAlike):
             if not (is_any_fresh or self._came_by_hand()):
                 return False
             if is_any_changed:
+                for name in () if has_any_given_up else self._sparse:
+                    if self._sparse[name] is None:  # none came here, but another rank waits for it
+                        self.ready(self._own[name])
                 self._stage.complete_collectives(alike=not has_any_given_up)
                 for wait in () if has_any_given_up else self._sparse.values():
                     wait()
