@@ -4,8 +4,7 @@ Hooks compress gradients there, so ranks cannot ask before a step begins, as the
 package's optimizers (exchange/optimizer_gradients.py). A rank that has news says so in its first
 hook, and waits for nobody. A rank without news waits until all ranks have said whether they have
 news. This is safe, because it happens in synchronize(), which all ranks call equally often. When
-the last average has come, each rank tells the others how it stands (`signal`). If a step is given
-up before its signal, what was told stands.
+the last average has come, each rank tells the others how it stands (`signal`).
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ class News(NewGradients):
         # The other ranks, for what is said in hooks. None until ranks have agreed.
         self.channel: Collectives | None = None
         self._work: Work | None = None
-        self._told = self._signalled = False
+        self._told = False
 
     def ask(self, fresh: bool) -> bool:
         """Whether any rank has news. If this rank (`fresh`) has none, this waits for all ranks."""
-        if self._told:  # perhaps in a step that this rank has given up since
+        if self._told:  # in a step whose first gradient could not be compressed
             return True
         self._told, work = True, self._share(int(fresh), _NAME)
         if fresh:  # perhaps in a hook, which must not wait
@@ -57,7 +56,6 @@ class News(NewGradients):
         agreed: whether this rank still holds to what ranks agreed on.
         """
         work = self._share(float(changed) + (0 if agreed else _ANEW), "agreement.signal")
-        self._signalled = True
         total = round(float(work.wait()) / self._collectives.share)  # the sum over ranks
         return total % _ANEW > 0, total < _ANEW
 
@@ -73,18 +71,10 @@ class News(NewGradients):
             log.warning(LOST, listed(lost), "")
         self.unused.end(self._parameters if has_sent else ())
         work, self._work = self._work, None
-        self._told = self._signalled = False
+        self._told = False
         if work is not None:
             work.wait()
 
-    def give_up(self) -> None:
-        """Give up the step. What this rank told stands until its next signal."""
-        super().give_up()
-        # A rank signals only after it has told. So what ranks told has arrived, or the transport
-        # failed.
-        if self._signalled:
-            self._told, self._signalled, self._work = False, False, None
-
     def meet(self, channel: Collectives | None) -> None:
         """Use a channel on which ranks have said nothing yet. None: they have to agree anew."""
-        self.channel, self._told, self._signalled, self._work = channel, False, False, None
+        self.channel, self._told, self._work = channel, False, None

@@ -414,8 +414,6 @@ class LocalSteps(Averager):
             # takes over the resulting parameters.
             knows = self.collectives.position in known
             if self._journey is not None and knows:
-                if self.own.held:
-                    self.own.put_back()
                 self._arrive(everywhere=False)
                 if self.own.held:
                     self.own.hold()
