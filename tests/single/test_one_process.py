@@ -6,12 +6,14 @@ import inspect
 import horovod.torch as horovod
 import pytest
 import torch
+from horovod.torch import mpi_ops
 from simulated import as_tensors, assert_same, made_up, simulate
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd.ddp import ScaleComState
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.missing import TORCHS_ALONE
+from scalecom_hvd.torch.collective_names import named_collectives
 from scalecom_hvd.torch.horovod_collectives import restarts
 
 
@@ -166,6 +168,21 @@ def test_another_init_is_noticed_once():
     assert not is_restarted()
     hvd.init()
     assert [is_restarted(), is_restarted()] == [True, False]
+
+
+def test_calls_are_counted_for_each_process_set_and_anew_after_an_init(monkeypatch):
+    """Ranks outside of a process set, and ranks that are new, have not made the same calls."""
+
+    def allreduce(tensor, name=None, process_set=hvd.global_process_set):
+        return name
+
+    monkeypatch.setattr(mpi_ops, "allreduce", allreduce)
+    call, others = named_collectives()["allreduce"], hvd.ProcessSet([0])
+    others.process_set_id = 1
+    names = [call(0), call(0), call(0, process_set=others), call(0, "mine")]
+    monkeypatch.setattr(mpi_ops, "_handle_map", {})
+    names.append(call(0))
+    assert names == [*(f"allreduce.call.{n}" for n in (0, 1, 0)), "mine", "allreduce.call.0"]
 
 
 def test_what_is_no_optimizer_or_no_compression_is_refused_by_one_process_too():
