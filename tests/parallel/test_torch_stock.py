@@ -12,6 +12,7 @@ from made_up import SHAPES, came_in, gradients
 from parity import run_against_reference
 
 import scalecom_hvd.torch as dropin
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.torch import ScaleCom
 
 
@@ -129,3 +130,43 @@ def test_stats_before_the_first_step_of_an_elastic_run():
     compressor.rejoin()
     stats = compressor.stats()
     assert (stats["step"], stats["collectives"]) == (0, 0)
+
+
+def test_averages_are_averaged_again_after_loading():
+    """A new optimizer's ranks know only when its first step ends that nothing was new."""
+    model = models.parameters(SHAPES)
+    optimizer, compressor = models.wrap(hvd, model, rate=20)
+    models.take_steps(optimizer, model, range(3))
+    again, loads = models.wrap(hvd, model, rate=20)
+    loads.load_state_dict(compressor.state_dict())
+    before = models.numbers(loads), {name: p.grad.clone() for name, p in model.items()}
+    again.synchronize()
+    found = models.numbers(loads), {name: p.grad for name, p in model.items()}
+    torch.testing.assert_close(found, before, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1])
+def test_a_gradient_that_cannot_be_compressed(fails_at, monkeypatch):
+    """Nothing of its step is lost, whether other gradients were sent before or not."""
+    model = models.parameters(SHAPES)
+    optimizer, compressor = models.wrap(hvd, model, rate=20, beta=1.0)
+    models.take_steps(optimizer, model, range(3))
+    took, take = [], BucketStep.take_and_accumulate
+
+    def fail(self, *args, **more):
+        chosen = yield from take(self, *args, **more)
+        took.append(self)
+        if len(took) > fails_at:
+            raise MemoryError
+        return chosen
+
+    monkeypatch.setattr(BucketStep, "take_and_accumulate", fail)
+    with pytest.raises(MemoryError):
+        models.take_steps(optimizer, model, [3])
+    monkeypatch.undo()
+    hvd.barrier()
+    optimizer.load_state_dict(optimizer.state_dict())  # Horovod begins its step anew
+    models.take_steps(optimizer, model, range(3, 6))
+    assert compressor.stats()["step"] == 6
+    total = models.came_in(range(hvd.size()), range(6), SHAPES)
+    models.assert_nothing_is_lost(model, compressor, total, hvd.size())
