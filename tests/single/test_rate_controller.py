@@ -3,6 +3,7 @@
 A network is a function that gives what a step on a rung takes: (seconds, seconds exposed).
 """
 
+import itertools
 import random
 import statistics
 
@@ -80,6 +81,33 @@ def test_it_settles_within_a_hundred_steps():
         assert controller.is_settled
 
 
+def test_the_rungs_that_it_tries_and_for_how_long():
+    """The network of the second run becomes slower while the controller is settled."""
+    for gigabits, expected in (
+        ([0.5], [(4, 16), (5, 16), (3, 16), (0, 3), (4, 249)]),
+        (
+            [3, 0.3, 0.3, 0.3],
+            [(4, 16), (5, 16), (3, 16), (2, 16), (0, 3), (3, 400), (4, 16), (5, 16), (4, 701)],
+        ),
+    ):
+        controller = RateController(2)
+        rungs = [run(controller, network(each, noise=0.0), 300) for each in gigabits]
+        grouped = itertools.groupby(itertools.chain(*rungs))
+        assert [(rung, len(list(steps))) for rung, steps in grouped] == expected
+
+
+def test_there_is_nothing_beyond_the_sparsest_rung():
+    assert run(RateController(2), lambda rung: (2.0**-rung, 0.9 * 2.0**-rung), 200)[-1] == 8
+
+
+@pytest.mark.parametrize(
+    ("rung", "ranks", "sent"),
+    [(0, 4, 6), (0, 1, 0), (1, 2, 4 / 3), (4, 2, 11 / 96), (6, 2, 1 / 32)],
+)
+def test_what_a_rung_sends_of_an_element(rung, ranks, sent):
+    assert LADDER[rung].bytes_of(ranks) == pytest.approx(sent)
+
+
 def test_a_slow_rank_is_not_mended_by_sending_less():
     step = network(10, noise=0.02, straggles=0.1)
     rungs = run(RateController(2), step, 1000)
@@ -108,6 +136,18 @@ def test_the_first_steps_and_pauses_do_not_count():
         return (seconds + 9, exposed) if number < 2 or number % 40 == 0 else (seconds, exposed)
 
     assert run(RateController(2), step, 400)[-1] == WHOLE
+
+
+def test_the_first_steps_of_a_window_do_not_count_nor_does_a_pause_of_a_settled_run():
+    controller = RateController(2)
+    for seconds in (9, 9, 9, *[0.1] * 8, *[0.2] * 5):
+        controller.note(seconds, 0.0)
+    assert "(0.1 s a step" in controller.reason
+    while not controller.is_settled:
+        controller.note(*network(10, noise=0.0)(controller.rung))
+    for _ in range(3):
+        controller.note(9.0, 0.0)
+    assert controller.is_settled
 
 
 def test_a_hopeless_rung_is_left_at_once():
