@@ -72,10 +72,11 @@ def test_residues_that_keep_growing(caplog, norms, warnings):
 
 def test_steps_that_never_count(caplog):
     health = Health()
-    for skips in (19, 25, 3):  # only the second of these warns
+    for skips, warnings in ((19, 0), (3, 0), (25, 1), (3, 1)):
         for _ in range(skips):
             health.skip(7)
         health.take()
+        assert len(caplog.records) == warnings
     (record,) = caplog.records
     assert record.getMessage().startswith("step 7 was skipped 20 times in a row")
 
@@ -89,6 +90,20 @@ def test_much_of_a_large_model_sent_whole_is_said(caplog):
     assert not caplog.records
     check_share_whole({"body": 100, "head": 1}, numels)
     assert "9 % of the model's elements are sent uncompressed, most of them in head" in caplog.text
+
+
+@pytest.mark.parametrize("warmup", [0, 200, 400])
+def test_only_exchanges_of_the_last_stage_count(caplog, warmup):
+    config = ScaleComConfig(rate={0: 4, 300: 100}, warmup_steps=warmup, total_steps=700)
+    check_run(config.resolved(), {"w": None, "v": 2.0}, {}, lambda steps: steps // 10)
+    left = 70 - max(300, warmup) // 10
+    assert f"of 70 exchanges, {left} are compressed at rate 100" in caplog.text
+
+
+def test_how_much_may_wait():
+    assert growth_limit([1.0, 100.0, 4.0], ScaleComConfig(beta=0.5)) == 25
+    assert growth_limit([4.0], ScaleComConfig()) == 4
+    assert growth_limit([100.0], ScaleComConfig(beta=0.5, flush=False)) == 50
 
 
 @pytest.mark.parametrize(
