@@ -183,8 +183,17 @@ LARGE = (99, 99)
     ],
 )
 def test_which_tensors_are_compressed(settings, shapes, rates):
-    found = ScaleComConfig(**settings).rates_for(shapes)
-    assert list(found.items()) == list(zip(shapes, rates, strict=True))
+    config = ScaleComConfig(**settings)
+    for found in (config.rates_for(shapes), config.resolved().rates_for(shapes)):
+        assert list(found.items()) == list(zip(shapes, rates, strict=True))
+
+
+def test_a_schedule_is_in_the_order_of_its_steps_and_may_begin_with_a_warm_up():
+    stages = ScaleComConfig(rate={300: 16, 0: 4}).stages
+    assert stages == [(0, (4.0, 4)), (300, (16.0, 4))]
+    for given, warmup in ((0, 5), (9, 9)):
+        config = ScaleComConfig(rate={0: 1, 5: 8}, warmup_steps=given).resolved()
+        assert (config.rate, config.warmup_steps) == (8, warmup)
 
 
 def test_the_defaults_are_those_the_study_supports():

@@ -75,6 +75,27 @@ def test_residues_of_other_settings():
         saved_state.check_state(earlier, CONFIG, SCALECOM)
     with pytest.raises(ValueError, match="novelty=1 in the state and None now"):
         saved_state.check_state(state(config=CONFIG.to_dict() | {"novelty": 1}), CONFIG, SCALECOM)
+    without = {name: value for name, value in CONFIG.to_dict().items() if name != "beta"}
+    with pytest.raises(ValueError, match="beta=None in the state and 0.2 now"):
+        saved_state.check_state(state(config=without), CONFIG, SCALECOM)
+
+
+def test_residues_of_another_shard():
+    residues = {"a": np.ones(3)}
+    saved_state.check_shard(state(), (1, 2))  # there are none
+    saved_state.check_shard(state(residues=residues, shard=[1, 2]), (1, 2))
+    with pytest.raises(ValueError, match="of shard 0 of 1 of each tensor.* holds shard 1 of 2"):
+        saved_state.check_shard(state(residues=residues), (1, 2))
+
+
+def test_a_choice_is_left_out_if_lanes_may_differ():
+    tensors = {"scales": 1, "others": 2}
+    full = state(offsets={"a": 0}, method_state={"tensors": tensors, "more": 3})
+    assert saved_state.without_choice(full, CONFIG.replace(beta=1)) == full
+    for other in ({"rate": 16}, {"bits": 3}, {"warmup_steps": 9}):
+        left = saved_state.without_choice(full, CONFIG.replace(**other))
+        assert "offsets" not in left
+        assert left["method_state"] == {"tensors": {"others": 2}, "more": 3}
 
 
 def test_norms_that_are_damaged():

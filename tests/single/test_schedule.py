@@ -94,6 +94,7 @@ def test_wrong_types_are_refused(wrong):
         ((4,), True, TypeError, "not True"),
         (({0: 1, 8: 4},), 1, ValueError, "must be 0"),
         ((4, 2), 2, ValueError, "from 0 to 1, less than local_steps // fragments, not 2"),
+        ((5, 2), 2, ValueError, "from 0 to 1"),
         (({0: 8, 9: 4}, 2), 2, ValueError, "less than the smallest number in local_steps // fr"),
     ],
 )
