@@ -175,6 +175,15 @@ def test_large_outputs_are_written_at_any_alignment(kernel, shift):
         same(as_numbers(case, kernel(case).scatter(values, in_place=True)), averages)
 
 
+@kernels("large tensors")
+def test_lanes_of_more_rows_than_a_gradients_dtype_counts(kernel):
+    case = Case([Lanes(64 * (2**16 + 9) + 1, 2**16 + 9)], ["float16"])
+    case.offsets.view(np.int32)[:2] = 3, 2**16 + 3
+    values = np.ones(65, np.float32)
+    averages = as_numbers(case, case.scatter(values))
+    same(as_numbers(case, kernel(case).scatter(values, in_place=True)), averages)
+
+
 @kernels("exact selection")
 @dtypes
 def test_exact_selection(kernel, dtype):
