@@ -135,6 +135,78 @@ def test_norms_that_are_damaged_are_refused_and_change_nothing(norms):
     assert progress.as_dict()["step"] == 5
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """A run whose other ranks are yet to come: this one exchanges its gradients with itself.
+
+    Return a step: it takes a ScaleCom, and gradients of the variables that it has made.
+    """
+    hvd.init()
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    variables = [tf.Variable(tf.zeros(n), name=f"v{n}") for n in (3000, 50)]
+
+    def step(compression, *gradients):
+        with tf.GradientTape() as tape:
+            loss = sum(tf.reduce_sum(v * g) for v, g in zip(variables, gradients, strict=True))
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        return tape.gradient(loss, variables)
+
+    step.variables = variables
+    return step
+
+
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_what_waits_is_compared_with_gradients_in_unscaled_units(alone, scale):
+    given = {} if scale is None else {"loss_scale": lambda: scale}
+    compression = hvd.ScaleCom(rate=20, beta=0.5, **given)
+    alone(compression, tf.range(3000.0) * (scale or 1), tf.ones(50))
+    stats, norm = compression.stats(), np.linalg.norm(np.arange(3000.0))
+    assert stats["residue_ratio"] == pytest.approx(stats["residue_norm"] / 0.5 / norm, rel=1e-5)
+
+
+def test_the_stats_of_a_warm_up(alone):
+    compression, seen = hvd.ScaleCom(rate=20, bits=32, warmup_steps=2), []
+    for _ in range(3):
+        alone(compression, tf.ones(3000), tf.ones(50))
+        stats = compression.stats()
+        seen.append([stats[name] for name in ("bytes_dense", "bytes_values", "collectives")])
+    assert seen == [[4 * 3050, 0, 2]] * 2 + [[4 * 51, 4 * 150, 2]]
+
+
+def test_a_state_of_more_ranks_is_noticed_once(alone, caplog):
+    compression, resumed = hvd.ScaleCom(rate=20), hvd.ScaleCom(rate=20)
+
+    def ranks(of):
+        (exchange,) = of.state_dict()["exchanges"].values()
+        return exchange["ranks"]
+
+    alone(compression, tf.ones(3000), tf.ones(50))
+    state = compression.state_dict()
+    (label,) = state["exchanges"]
+    state["exchanges"] = {label: state["exchanges"][label] | {"ranks": 3}}
+    resumed.load_state_dict(state)
+    alone(resumed, tf.ones(3000), tf.ones(50))
+    assert "the state was saved by 3 ranks, but there are 1 now" in caplog.text
+    assert ranks(resumed) == 1
+    resumed.load_state_dict(state)
+    assert ranks(resumed) == 3
+    hvd.elastic.TensorFlowState(alone.variables, batch=0).reset()  # ranks meet again
+    assert ranks(resumed) == 1
+
+
+def test_a_sync_keeps_the_residues_that_a_restore_goes_back_to(alone):
+    compression = hvd.ScaleCom(rate=20)
+    state = hvd.elastic.TensorFlowState(alone.variables, batch=0)
+    alone(compression, tf.range(3000.0), tf.ones(50))
+    state.sync()
+    kept = compression.state_dict()
+    alone(compression, tf.ones(3000), tf.ones(50))
+    state.restore()
+    found = compression.state_dict()
+    assert found["step"] == kept["step"] == 1
+    np.testing.assert_array_equal(found["residues"]["v3000"], kept["residues"]["v3000"])
+
+
 @pytest.mark.parametrize("face", [hvd, hvd_keras], ids=["tensorflow", "keras"])
 def test_what_is_no_optimizer_or_no_compression_is_refused_by_one_process_too(face):
     with pytest.raises(TypeError, match="compression must be hvd.ScaleCom.*not 'scalecom'"):
