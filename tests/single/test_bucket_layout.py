@@ -43,6 +43,23 @@ def test_buckets_are_of_one_kind_and_of_limited_size():
 
 
 @pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([10] * 12, ["abcd", "efgh", "ij", "k", "l"]),
+        ([10, 10, 10, 10, 4], ["ab", "c", "de"]),  # 4 alone would be too small
+        ([8] * 10 + [1] * 8, ["abcde", "fgh", "i", "j", "klmnopqr"]),
+        ([1] * 9, ["abcdefghi"]),
+        ([0, 100, 0, 3, 100], ["ab", "cd", "e"]),
+    ],
+    ids=str,
+)
+def test_the_last_buckets_are_smaller_but_not_too_small(sizes, expected):
+    sizes = dict(zip("abcdefghijklmnopqr", sizes, strict=False))
+    parts = split(sizes, lambda name: "float32", sizes.get, 40)
+    assert ["".join(part) for part in parts] == expected
+
+
+@pytest.mark.parametrize(
     ("sizes", "count", "expected"),
     [
         ([1, 1, 1, 1, 1, 1], 3, ["ab", "cd", "ef"]),

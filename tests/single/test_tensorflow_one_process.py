@@ -164,6 +164,15 @@ def test_what_waits_is_compared_with_gradients_in_unscaled_units(alone, scale):
     assert stats["residue_ratio"] == pytest.approx(stats["residue_norm"] / 0.5 / norm, rel=1e-5)
 
 
+def test_residues_that_keep_growing_are_reported_once(alone, capfd, monkeypatch):
+    """A gradient never changes, so what waits grows until all elements have been sent."""
+    monkeypatch.setattr("scalecom_hvd.tensorflow.exchange.LOOK_EVERY", 10)
+    compression = hvd.ScaleCom(rate=64)
+    for _ in range(45):
+        alone(compression, tf.ones(3000), tf.ones(50))
+    assert capfd.readouterr().err.count("residues keep growing") == 1
+
+
 def test_the_stats_of_a_warm_up(alone):
     compression, seen = hvd.ScaleCom(rate=20, bits=32, warmup_steps=2), []
     for _ in range(3):
