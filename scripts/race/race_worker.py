@@ -10,6 +10,7 @@ train a larger model. Ranks share a GPU if there are fewer GPUs than ranks:
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import json
 import math
@@ -137,11 +138,10 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--output", type=Path, required=True)
     add("--task", choices=race_tasks.TASKS, default=race_tasks.TASKS[0])
     add("--size", choices=sizes, default="full", help="of the model")
-    muon = "Muon trains the matrices between embedding and output"
-    add("--muon", action="store_true", help=muon)
+    add("--muon", action="store_true", help="Muon trains matrices between embedding and output")
     add("--warmup", type=int, default=WARMUP, help="steps in which the learning rate rises")
     add("--code", help="what made this; see code_version.py")
-    add("--options", type=json.loads, default={}, help="ScaleCom's, as JSON")
+    add("--options", type=ast.literal_eval, default={}, help="ScaleCom's, as a dictionary")
     return parser
 
 
