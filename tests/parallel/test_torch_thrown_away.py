@@ -290,26 +290,6 @@ def test_a_script_that_shows_late_what_it_does_is_warned(caplog):
     assert trained.compressor.stats()["averages_thrown_away"] == 1
 
 
-def test_a_script_that_throws_averages_away_after_a_warm_up(caplog):
-    """Steps that are sent whole show nothing, however many there are."""
-    trained = Trained(hvd, caplog, warmup_steps=12)
-    for step in range(18):
-        trained.optimizer.zero_grad()
-        (trained.throw_away if step in (13, 15) else trained.step)(step)
-    trained.check(thrown_away=2)
-
-
-def test_residues_that_were_loaded_after_averages_were_thrown_away(caplog):
-    trained = Trained(hvd, caplog)
-    for step in range(3):
-        trained.optimizer.zero_grad()
-        (trained.throw_away if step == 2 else trained.step)(step)
-    trained.compressor.load_state_dict(trained.compressor.state_dict())
-    trained.optimizer.zero_grad()
-    trained.step(3)
-    assert trained.compressor.stats()["averages_thrown_away"] == 0
-
-
 def test_a_methods_own_state_is_given_back():
     def train(throws):
         method = Momentum(**SETTINGS)

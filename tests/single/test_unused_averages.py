@@ -68,6 +68,7 @@ def test_what_was_loaded_stays():
     script.step(uses=False)
     script.method.load_state_dict(state)
     script.step(flawed=True)  # this step is rolled back
+    assert script.seen()[0] == 0
     residue = script.method.residues.tensors["weight"].residue
     torch.testing.assert_close(residue, state["residues"]["weight"], rtol=0, atol=1e-6)
 
