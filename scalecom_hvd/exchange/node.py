@@ -44,6 +44,7 @@ class Node:
         self.bytes_sent = 0
         self.whole: Mapping[str, tuple[int, ...]] | None = None
         self._has_told = False
+        self._gave_up: Work | None = None  # how this rank told so, until the others have heard
 
     def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a flattened tensor: a view."""
@@ -86,10 +87,15 @@ class Node:
     def _tell(self, state: int, step: int, votes: int = 0) -> torch.Tensor:
         """(ranks, 3): the state, the step and the votes of every rank of the node."""
         self._has_told = True
+        before, self._gave_up = self._gave_up, None
+        if before is not None:
+            before.wait()  # its name is used again
         row = torch.tensor([state, step, votes], dtype=torch.int64, device="cpu")
         work = self._ranks.gather(row[None], self._name)
-        # A rank that gives up does not wait, because the others may be lost.
-        return row[:0] if state == GAVE_UP else work.wait()
+        if state == GAVE_UP:  # this rank does not wait, because the others may be lost
+            self._gave_up = work
+            return row[:0]
+        return work.wait()
 
     def add_up(self, buffer: torch.Tensor, what: str) -> Work:
         """Add up the float32 or float64 buffers of all ranks of the node, in place.

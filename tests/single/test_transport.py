@@ -482,6 +482,7 @@ def test_a_rank_that_gives_up_a_step_is_heard_in_this_step_alone():
             with contextlib.suppress(error), node.ending_a_step():
                 if step % 2 and rank == 0:
                     raise OSError
+                time.sleep(0.3 * rank)  # so the other rank goes on before this one has heard
                 heard.append(node.counts(step != 2 or rank == 0, step, votes=rank))
         return heard
 
