@@ -8,7 +8,6 @@ import torch
 from buckets import made
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scalecom_hvd.bucket_layout import cut
 from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import LAST, Wait, finished
@@ -302,22 +301,6 @@ def test_the_two_forms_of_moves_are_not_mixed():
     finished(own.select())
     with pytest.raises(AssertionError, match="accumulators were asked for after a move in place"):
         own.choose()
-
-
-@pytest.mark.parametrize("limit", [1, 10, 100, 10_000])
-@pytest.mark.parametrize(
-    "sizes", [[1] * 100, [5, 1, 50, 3] * 10, [1000], [0, 0, 0], [1, 1, 400, 1], list(range(40))]
-)
-def test_buckets_are_no_larger_than_asked_and_hold_every_name_once(sizes, limit):
-    names = list(range(len(sizes)))
-    buckets = cut(sizes, names, limit)
-    assert [name for bucket in buckets for name in bucket] == names
-    for bucket in buckets[:-1]:
-        assert len(bucket) == 1 or sum(sizes[name] for name in bucket) <= limit
-
-
-def test_buckets_get_smaller_towards_the_end():
-    assert [len(bucket) for bucket in cut([1] * 100, list(range(100)), 40)] == [40, 30, 15, 7, 8]
 
 
 @pytest.mark.parametrize(
