@@ -50,19 +50,6 @@ def test_packed_levels_come_back(bits):
         assert torch.equal(quantisers.unpack_levels(packed, bits)[:count], every[:count])
 
 
-@pytest.mark.parametrize(
-    ("levels", "bits", "packed"),
-    [
-        ([0, -1, -1, 0, 0, 0, 0, -1, -1], 1, [0b10000110, 1]),
-        ([1, -1, 0, 1], 2, [0b01_00_11_01]),
-        ([7, -7], 4, [0b1001_0111]),
-        ([-127], 8, [0b1000_0001]),
-    ],
-)
-def test_levels_are_packed_with_the_first_in_the_lowest_bits(levels, bits, packed):
-    assert quantisers.pack_levels(torch.tensor(levels, dtype=torch.int8), bits).tolist() == packed
-
-
 @pytest.mark.parametrize("quantiser", ALL, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_bytes_are_those_that_were_promised(quantiser, dtype):
