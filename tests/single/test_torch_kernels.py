@@ -62,34 +62,6 @@ def test_no_gradient_poisons_the_residue_for_ever(lookahead, huge, monkeypatch):
     assert_same(history(huge, lookahead, DEVICE), expected)
 
 
-KINDS = {
-    "lanes": ("lanes", [torch.float32]),
-    "positions": ("exact", [torch.float32]),
-    "the second kernel": ("lanes", [torch.float64, torch.float32]),
-}
-
-
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize("choose", [False, True])
-def test_a_step_with_refused_offsets_is_rolled_back(choose, kinds):
-    """Of two kernels, only the moves of the first are rolled back."""
-    selection, dtypes = KINDS[kinds]
-    tensors = {f"p{i}": torch.zeros(6401, dtype=dtype) for i, dtype in enumerate(dtypes)}
-    bucket = made(tensors, rate=100, beta=0.5, selection=selection, residue_dtype="float32")
-    before = [tensor.residue.clone() for tensor in bucket.tensors]
-    own = BucketStep(bucket, 1.0, bucket.came)
-    offsets = finished(own.select()).clone()  # look-ahead chooses into the same buffer
-    bucket.choices.split(offsets)[bucket.names[-1]]["offsets"][64] = 1
-    with pytest.raises(RuntimeError, match="outside of their lanes"):
-        finished(own.take_and_accumulate(offsets, choose))
-    if kinds == "the second kernel":
-        assert [type(kernel) for kernel, _ in bucket.kernels] == [TorchKernel, NativeKernel]
-        assert not torch.equal(bucket.tensors[0].residue, before[0])
-    own.roll_back()
-    assert torch.equal(bucket.tensors[-1].residue, before[-1])
-    torch.testing.assert_close(bucket.tensors[0].residue, before[0])
-
-
 class Failing(TorchFunctionMode):
     """Makes the n-th call from now on run out of memory: of one function, or of any of torch."""
 
