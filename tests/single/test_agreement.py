@@ -3,8 +3,6 @@
 test_torch_refusals.py and test_tensorflow_refusals.py name what differs between ranks.
 """
 
-import logging
-
 import numpy as np
 import pytest
 
@@ -39,15 +37,6 @@ def test_ranks_take_a_number_that_is_new_to_all_of_them():
     assert [agreement.agree(everyone, TOPICS, names) for names in ranks] == [0, 0, 0]
     assert {names("x") for names in ranks} == {"scalecom.4.x"}
     assert all(numbers.claim() == 5 for numbers in processes)
-
-
-def test_ranks_go_on_at_the_latest_step_and_say_so(caplog):
-    with caplog.at_level(logging.WARNING, "scalecom_hvd"):
-        assert agreement.latest_step([3, 3]) == 3
-        assert not caplog.records
-        everyone = [rank(agreement.Names(agreement.Numbers()), step) for step in (3, 0, 5)]
-        assert agreement.agree(everyone, TOPICS, agreement.Names(agreement.Numbers())) == 5
-    assert "ranks come from different steps [3, 0, 5]: going on at step 5" in caplog.text
 
 
 def test_a_digest_is_that_of_names_and_numbers():
