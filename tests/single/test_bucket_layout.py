@@ -98,27 +98,8 @@ def test_traffic_is_that_of_a_ring():
     assert traffic(4, 0, 0, 100) == 300
 
 
-def test_what_a_step_cost():
-    stats = step_stats(
-        n_workers=2,
-        leader=1,
-        elements={"w": 1000, "head": 200},
-        chosen={"w": 10, "without a gradient": 50},
-        collectives=3,
-        offsets=10,
-        values=40,
-        dense=800,
-        gathered=0,
-    )
-    assert stats == {
-        "leader": 1,
-        "bytes_offsets": 10,
-        "bytes_values": 40,
-        "bytes_dense": 800,
-        "bytes_gathered": 0,
-        "bytes_traffic": (10 + 2 * 840) / 2,
-        "rate": 1200 / 210,
-        "collectives": 3,
-    }
-    nothing = step_stats(2, 0, {}, {}, 0, offsets=0, values=0, dense=0)
-    assert (nothing["rate"], nothing["bytes_traffic"]) == (0, 0)
+def test_the_rate_is_that_of_what_has_gradients():
+    chosen = {"w": 10, "without a gradient": 50}
+    sizes = {"offsets": 10, "values": 40, "dense": 800}
+    assert step_stats(2, 1, {"w": 1000, "head": 200}, chosen, 3, **sizes)["rate"] == 1200 / 210
+    assert step_stats(2, 0, {}, {}, 0, **dict.fromkeys(sizes, 0))["rate"] == 0
