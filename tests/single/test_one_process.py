@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 
 import horovod.torch as horovod
 import pytest
@@ -93,6 +94,13 @@ def test_settings_of_the_object(monkeypatch):
     with pytest.raises(TypeError, match="a GradScaler, or a callable|GradScaler or a callable"):
         hvd.ScaleCom(loss_scale=65536)
     assert hvd.ScaleCom(loss_scale=torch.amp.GradScaler("cpu", init_scale=8.0)).loss_scale() == 8.0
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+def test_a_loss_scale_by_which_one_cannot_divide_is_refused(scale):
+    simulation = simulate(2, {"weight": (100,)}, loss_scale=lambda: scale, min_numel=1)
+    with pytest.raises(ValueError, match="loss_scale= must give a finite number above 0"):
+        simulation.step([{"weight": torch.ones(100)} for _ in range(2)])
 
 
 def test_the_stats_before_training():
