@@ -65,21 +65,6 @@ def test_the_fit_finds_the_constants_again():
         assert predict(result, found) == pytest.approx(result["step_ms"], rel=0.03)
 
 
-def test_orders_that_must_hold():
-    c = dataclasses.replace(TRUE, cores=math.inf)
-    for n in (2, 64, 4096):
-        slow, fast = Setting(n, 1, 150), Setting(n, 400, 150)
-        assert model.predict("ScaleCom look-ahead", slow, c) < model.predict("dense", slow, c)
-        assert model.predict("dense", fast, c) < model.predict("dense", slow, c)
-        ahead, staggered = (
-            model.predict(f"ScaleCom {how}", slow, c) for how in ("look-ahead", "staggered")
-        )
-        assert ahead <= staggered + 2
-    settings, on_devices = [Setting(8, 1, compute) for compute in (50, 500)], model.on_devices(c)
-    ends = [model.where_the_gain_ends("ScaleCom look-ahead", s, on_devices) for s in settings]
-    assert ends[1] < ends[0] < math.inf, "the more there is to compute, the sooner dense is hidden"
-
-
 def test_the_report_names_every_measured_point():
     report = scaling_model.report(made_up(), TRUE)
     assert report.count("hosts, ") >= len(made_up())
