@@ -1,7 +1,6 @@
 """The monitor: when it reads stats(), what it writes and where, and what its line says."""
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import scalecom_hvd.ddp
 from scalecom_hvd import monitoring
@@ -78,20 +77,6 @@ def test_diagnostics_are_written_once_after_each_look():
         ("scalecom/contraction", 0.5, 40),
         ("scalecom/residue_distance", 0.25, 40),
     ]
-
-
-def test_tensorboard(tmp_path):
-    monitor = Monitor(Source(diagnostics=LOOKED), every=1, tensorboard=tmp_path)
-    for _ in range(2):
-        monitor.step()
-    board = EventAccumulator(str(tmp_path)).Reload()
-    written = {
-        tag: {event.step: event.tensor_proto.float_val[0] for event in board.Tensors(tag)}
-        for tag in board.Tags()["tensors"]
-    }
-    assert written["scalecom/contraction"] == {10: 0.5}
-    assert written["scalecom/rate"] == {10: 33.0, 20: 33.0}
-    assert "scalecom/residue_ratio" not in written
 
 
 def test_tensorboard_that_is_not_installed(monkeypatch):
