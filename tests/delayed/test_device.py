@@ -97,22 +97,6 @@ def test_freed_on_its_own_stream_is_reused_in_turn():
     assert alias.isnan().all()
 
 
-def test_event():
-    delayed.set_delay(0.05)
-    event, later = (torch.Event(device=DEVICE, enable_timing=True) for _ in range(2))
-    assert event.query()  # it was never recorded
-    ones().add_(1)
-    event.record()
-    assert not event.query()
-    assert not torch.accelerator.current_stream().query()
-    time.sleep(0.2)
-    assert event.query()
-    assert torch.accelerator.current_stream().query()
-    later.record()
-    later.synchronize()
-    assert event.elapsed_time(later) > 0
-
-
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_timer_counts_only_what_the_current_stream_waits_for(waits):
     tensor, side = ones(), torch.Stream(device=DEVICE)
