@@ -142,8 +142,3 @@ def test_exact_selection_sends_positions():
     assert np.array_equal(positions.indices(np.arange(100)), np.arange(100))
     with pytest.raises(ValueError, match="use selection='lanes'"):
         Positions(2**31, 100)
-
-
-def test_impossible_geometries():
-    with pytest.raises(ValueError, match="rate >= 1"):
-        Lanes(10, 0.5)
