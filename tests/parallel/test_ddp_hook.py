@@ -458,8 +458,12 @@ def test_a_part_of_the_ranks():
     assert state.stats()["step"] == (5 if len(parts) > 1 else 0)
 
 
-@pytest.mark.parametrize("keeps", [False, True], ids=["a new state", "the same state"])
-def test_an_exception_in_backward_and_a_model_made_anew(keeps):
+@pytest.mark.parametrize(
+    ("keeps", "loads"),
+    [(False, True), (True, False), (True, True)],
+    ids=["a new state", "the same state", "the same state, loaded"],
+)
+def test_an_exception_in_backward_and_a_model_made_anew(keeps, loads):
     """If one rank or all ranks give up a step, what was under way is in the residues."""
 
     class Breaks(torch.autograd.Function):
@@ -481,8 +485,8 @@ def test_an_exception_in_backward_and_a_model_made_anew(keeps):
     breaks.remove()
     model = DistributedDataParallel(net, bucket_cap_mb=0.003)
     again = state if keeps else ScaleComState(model, rate=10, **ALL)
-    if not keeps:
-        again.load_state_dict(state.state_dict())
+    if loads:
+        again.load_state_dict(before if keeps else state.state_dict())
         for name, residue in before["residues"].items():
             assert torch.equal(again.state_dict()["residues"][name], residue)
     model.register_comm_hook(again, scalecom_hook)
