@@ -233,6 +233,19 @@ def test_an_order_on_two_nodes(order, nodes):
     compare(hvd, order, ORDERS[order][0], loses_nothing=False, **nodes)
 
 
+def test_half_precision_is_averaged_again():
+    """Ranks add up in float32. p.grad keeps its dtype, and the average of what ranks changed."""
+    model = models.parameters(SHAPES, torch.float16)
+    optimizer, _ = make(hvd, EVERYTHING, model)
+    averages(optimizer, model, 0)
+    for parameter in model.values():
+        parameter.grad.fill_(hvd.rank())
+    optimizer.synchronize()
+    for parameter in model.values():
+        assert parameter.grad.dtype == torch.float16
+        assert bool((parameter.grad == (hvd.size() - 1) / 2).all())
+
+
 @in_every_library
 def test_grad_scaler_without_skip_synchronize(library):
     """step() synchronises again when the averages are unscaled already."""
