@@ -153,6 +153,7 @@ CASES = {
     "mixed precision": {"of_fsdp": {"mp_policy": BFLOAT16}},
     "gathered twice": {"of_fsdp": {"reshard_after_forward": True}},
     "gathered from few ranks": {"of_fsdp": {"reshard_after_forward": 2}},
+    "frozen beside trained ones": {"frozen": "first"},
     "1-D, as usual": {"given": "shard"},
 }
 LONG_CASES = {
