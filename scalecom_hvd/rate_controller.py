@@ -27,13 +27,14 @@ log = logging.getLogger("scalecom_hvd")
 
 # Steps in a window, of which the first are not counted: they make buffers, compile and warm up.
 WINDOW, SETTLED_WINDOW, SKIPPED = 16, 200, 3
-# A rung that is this much slower in so few steps is left at once.
-HOPELESS, FEW = 1.5, 3
+# A rung that is this much slower in so few steps is left at once, and so is one with this much
+# exposed in as many counted steps.
+HOPELESS, MOSTLY_EXPOSED, FEW = 1.5, 0.5, 3
 # What counts as no slower. The times of equal steps differ by less on a machine that is not idle.
 SAME = 1.03
 # Rungs after FREE cost accuracy in runs of some hundred steps (docs/results.md), and those after
-# FREE_EARLY in a run's first steps. So each must make steps this much shorter than the one before.
-FREE, FREE_EARLY, SHORTER = START, 2, 0.9
+# START in a run's first steps. So each must make steps this much shorter than the one before.
+FREE, SHORTER = 4, 0.9
 # Shares of a step. Less exposed time is not worth a sparser rung, and more is.
 MUCH_EXPOSED = 0.1
 # Whole steps are tried if they are not expected to take more times as long as the fastest.
@@ -63,7 +64,7 @@ class RateController:
 
     def __init__(self, ranks: int, rung: int = START, is_new: bool = False) -> None:
         self._ranks, self.rung, self.reason = ranks, rung, ""
-        self._free = FREE_EARLY if is_new else FREE
+        self._free = START if is_new else FREE
         self.is_settled = False
         self._times: dict[int, float] = {}  # the median seconds of a step on each rung
         self._exposed = 0.0  # the median share on the present rung
@@ -81,8 +82,9 @@ class RateController:
         size = SETTLED_WINDOW if self.is_settled else WINDOW
         quickest = min(seconds for seconds, _ in self._window)
         is_hopeless = quickest > HOPELESS * min(self._times.values(), default=math.inf)
-        is_over = len(self._window) == FEW and is_hopeless and not self.is_settled
-        if len(self._window) >= size or is_over:
+        is_slow = len(counted) == FEW and min(share for _, share in counted) > MOSTLY_EXPOSED
+        is_over = is_slow or (len(self._window) == FEW and is_hopeless)
+        if len(self._window) >= size or (is_over and not self.is_settled):
             counted = counted or self._window
             time, self._exposed = (statistics.median(each) for each in zip(*counted, strict=True))
             self._window = []
@@ -127,7 +129,7 @@ class RateController:
         known = [rung for rung in self._times if rung >= FROM_BYTES]
         dense, sparse = min(known, default=0), max(known, default=0)
         if dense == sparse:
-            return math.inf
+            return 0.0  # nobody knows
         sent = {rung: LADDER[rung].bytes_of(self._ranks) for rung in (WHOLE, dense, sparse)}
         slower = max(self._times[dense] - SAME * self._times[sparse], 0.0)
         share = (sent[WHOLE] - sent[dense]) / (sent[dense] - sent[sparse])

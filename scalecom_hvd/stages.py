@@ -42,4 +42,4 @@ LADDER = (
     *(Stage(rate, 3) for rate in (16, 32, 64, 128)),
 )
 """The rungs of rate="auto", from dense to sparse."""
-WHOLE, START = 0, 4
+WHOLE, START = 0, 2

@@ -39,8 +39,8 @@ SETTLING_STEPS = TRIAL + 2  # in the first exchanges residues are copied
 # AdamW takes the square root of an element's second moment, which is slow while the moment is zero:
 # until the element has been sent for the first time. Of a whole run, that is the beginning.
 SETTLING_STEPS_OF_ADAMW = 100
-# rate="auto" looks for its rung at the speed that is measured.
-SETTLING_STEPS_OF_AUTO = 120
+# rate="auto" looks for its rung at the speed that is measured, twice.
+SETTLING_STEPS_OF_AUTO = 400
 LOCAL_TOP_K_RATE = 100
 # The paper's form: values are sent as they are.
 PAPER = {"bits": 32, "rate": 100}

@@ -9,7 +9,7 @@ import statistics
 
 import pytest
 
-from scalecom_hvd.rate_controller import CHANGED, RateController
+from scalecom_hvd.rate_controller import CHANGED, FREE, RateController
 from scalecom_hvd.stages import LADDER, START, WHOLE
 
 ELEMENTS, COMPUTE = 25e6, 0.17
@@ -59,7 +59,7 @@ def test_steps_are_as_short_as_on_the_best_rung(gigabits, ranks, noise, is_new):
         changes = zip(rungs[settled:], rungs[settled + 1 :], strict=False)
         assert sum(a != b for a, b in changes) <= 3
         # What it tried on the way costs little.
-        assert sum(step(rung)[0] for rung in rungs) < 1.11 * 1200 * best
+        assert sum(step(rung)[0] for rung in rungs) < 1.13 * 1200 * best
         assert gigabits < 10 or rungs[-1] == WHOLE
 
 
@@ -68,10 +68,10 @@ def test_a_new_run_begins_denser_unless_that_costs_much():
         return (0.14, 0.05) if rung < 2 else (0.12, 0.014) if rung == 2 else (0.115, 0.01)
 
     rungs = run(RateController(2, is_new=True), step, 700)
-    assert set(rungs[100:240]) == {2}
-    assert START >= rungs[-1] > 2
+    assert set(rungs[100:240]) == {START}
+    assert FREE >= rungs[-1] > START
     assert run(RateController(2), step, 700)[-1] == rungs[-1]
-    assert run(RateController(2, is_new=True), network(0.1, noise=0.0), 120)[-1] > START
+    assert run(RateController(2, is_new=True), network(0.1, noise=0.0), 120)[-1] > FREE
 
 
 def test_it_settles_within_a_hundred_steps():
@@ -83,12 +83,10 @@ def test_it_settles_within_a_hundred_steps():
 
 def test_the_rungs_that_it_tries_and_for_how_long():
     """The network of the second run becomes slower while the controller is settled."""
+    until = [(2, 16), (3, 16), (4, 16), (5, 16), (0, 3)]
     for gigabits, expected in (
-        ([0.5], [(4, 16), (5, 16), (3, 16), (0, 3), (4, 249)]),
-        (
-            [3, 0.3, 0.3, 0.3],
-            [(4, 16), (5, 16), (3, 16), (2, 16), (0, 3), (3, 400), (4, 16), (5, 16), (4, 701)],
-        ),
+        ([0.5], [*until, (4, 233)]),
+        ([3, 0.3, 0.3, 0.3], [*until, (3, 400), (4, 16), (5, 16), (4, 701)]),
     ):
         controller = RateController(2)
         rungs = [run(controller, network(each, noise=0.0), 300) for each in gigabits]
@@ -111,7 +109,7 @@ def test_what_a_rung_sends_of_an_element(rung, ranks, sent):
 def test_a_slow_rank_is_not_mended_by_sending_less():
     step = network(10, noise=0.02, straggles=0.1)
     rungs = run(RateController(2), step, 1000)
-    assert max(rungs) <= START + 2
+    assert max(rungs) <= FREE + 2
     assert sum(a != b for a, b in zip(rungs[200:], rungs[201:], strict=False)) <= 3
 
 
