@@ -27,14 +27,13 @@ log = logging.getLogger("scalecom_hvd")
 
 # Steps in a window, of which the first are not counted: they make buffers, compile and warm up.
 WINDOW, SETTLED_WINDOW, SKIPPED = 16, 200, 3
-# A rung that is this much slower in so few steps is left at once, and so is one with this much
-# exposed in as many counted steps.
+# A rung that is this much slower, or has this share of a step exposed, is left after so few steps.
 HOPELESS, MOSTLY_EXPOSED, FEW = 1.5, 0.5, 3
 # What counts as no slower. The times of equal steps differ by less on a machine that is not idle.
 SAME = 1.03
 # Rungs after FREE cost accuracy in runs of some hundred steps (docs/results.md), and those after
-# START in a run's first steps. So each must make steps this much shorter than the one before.
-FREE, SHORTER = 4, 0.9
+# START in a run's first steps. So each must expose less, by this share of a step before.
+FREE, SAVED = 4, 0.1
 # Shares of a step. Less exposed time is not worth a sparser rung, and more is.
 MUCH_EXPOSED = 0.1
 # Whole steps are tried if they are not expected to take more times as long as the fastest.
@@ -67,7 +66,7 @@ class RateController:
         self._free = START if is_new else FREE
         self.is_settled = False
         self._times: dict[int, float] = {}  # the median seconds of a step on each rung
-        self._exposed = 0.0  # the median share on the present rung
+        self._exposed: dict[int, float] = {}  # the median share of it on each rung
         self._window: list[tuple[float, float]] = []
 
     def note(self, seconds: float, exposed: float) -> int:
@@ -80,26 +79,24 @@ class RateController:
         self._window.append((seconds, exposed / seconds))
         counted = self._window[SKIPPED:]
         size = SETTLED_WINDOW if self.is_settled else WINDOW
-        quickest = min(seconds for seconds, _ in self._window)
-        is_hopeless = quickest > HOPELESS * min(self._times.values(), default=math.inf)
+        is_hopeless = min(self._window)[0] > HOPELESS * min(self._times.values(), default=math.inf)
         is_slow = len(counted) == FEW and min(share for _, share in counted) > MOSTLY_EXPOSED
         is_over = is_slow or (len(self._window) == FEW and is_hopeless)
         if len(self._window) >= size or (is_over and not self.is_settled):
             counted = counted or self._window
-            time, self._exposed = (statistics.median(each) for each in zip(*counted, strict=True))
             self._window = []
-            self._decide(time)
+            self._decide(*(statistics.median(each) for each in zip(*counted, strict=True)))
         return self.rung
 
-    def _decide(self, time: float) -> None:
+    def _decide(self, time: float, share: float) -> None:
         if self.is_settled:
             if self._free == FREE and abs(time / self._times[self.rung] - 1) < CHANGED:
                 return
             self._times, self.is_settled, self._free = {}, False, FREE
-        self._times[self.rung] = time
+        self._times[self.rung], self._exposed[self.rung] = time, share
         rung, why = self._next()
         self.is_settled = rung in self._times
-        self.reason = f"{why} ({time:.3g} s a step, {self._exposed:.0%} of it exposed)"
+        self.reason = f"{why} ({time:.3g} s a step, {share:.0%} of it exposed)"
         if rung != self.rung:
             old, new = LADDER[self.rung], LADDER[rung]
             log.info("rate='auto' goes from %s to %s: %s", old, new, self.reason)
@@ -110,18 +107,22 @@ class RateController:
         sparsest, densest = max(self._times), min(self._times.keys() - {WHOLE}, default=rung)
         times = {rung: time for rung, time in self._times.items() if self._is_worth_it(rung)}
         fastest = min(times.values())
-        if rung == sparsest < len(LADDER) - 1 and self._exposed > MUCH_EXPOSED and rung in times:
+        much = self._exposed[rung] > MUCH_EXPOSED and rung in times
+        if rung == sparsest < len(LADDER) - 1 and much:
             return rung + 1, "much is exposed"
         if densest > WHOLE + 1 and self._times[densest] <= SAME * fastest:
             return densest - 1, "denser steps may cost nothing"
         if WHOLE not in times and self._expected_whole() <= WORTH_A_TRY * fastest:
             return WHOLE, "whole steps may cost nothing"
-        best = min(rung for rung, time in times.items() if time <= SAME * fastest)
-        return best, "the densest that is not slower"
+        best = (rung for rung, time in times.items() if time <= SAME * fastest)
+        return min(best), "the densest that is not slower"
 
     def _is_worth_it(self, rung: int) -> bool:
-        denser = self._times.get(rung - 1, math.inf)
-        return rung <= self._free or self._times[rung] <= SHORTER * denser
+        if rung <= self._free or rung - 1 not in self._times:
+            return True
+        # Whole steps do not tell: what is computed may have become faster meanwhile.
+        before, now = (self._exposed[each] * self._times[each] for each in (rung - 1, rung))
+        return before - now >= SAVED * self._times[rung - 1]
 
     def _expected_whole(self) -> float:
         """The time of a whole step, by what bytes cost on the rungs so far."""

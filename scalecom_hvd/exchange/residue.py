@@ -190,8 +190,7 @@ class Residues:
         """See whether residues grow, given each bucket's norms of residues and gradients."""
         residues, grads = (math.hypot(*(pair[which] for pair in norms)) for which in (0, 1))
         limit = growth_limit([tensor.rate for tensor in self.tensors.values()], self.config)
-        waits = residues / self.config.beta
-        self.health.look(self.step, waits, grads, limit)
+        self.health.look(self.step, residues / self.config.beta, grads, limit)
 
     def scale_after_outliers(self, norms: Mapping[str, float]) -> None:
         """Scale down residues whose gradients' norms {name: norm} are outliers."""
