@@ -4,15 +4,15 @@ A controller is told how long each step took, and how much of that was exposed: 
 behind no computation. It tells the rung for the next step. It looks at windows of steps, by their
 medians, and climbs from rung to rung:
 
-- to a sparser one, if much is exposed there, as long as steps become shorter;
+- to a sparser one, if much is exposed there, as long as that exposes less (see `_is_worth_it`);
 - otherwise to a denser one, as long as steps do not become longer;
 - then to *whole*, unless what the rungs so far tell of the network makes that hopeless. Kernels and
   small messages may cost more than they save, and without them all of that is gone.
 
 Then it stays on the densest rung that is hardly slower than the fastest, and tries no other before
-the time of a step has changed. A run's first steps are dearest (docs/results.md), so it begins with
-a denser rung, unless that costs much, and searches once more after some 250 steps. Framework-free,
-and fed by numbers: tests bring their own networks.
+the time of a step has changed. In a run's first steps, sending less costs most accuracy
+(docs/results.md). So a new run prefers denser rungs there, unless that costs much, and searches
+once more after some 250 steps. Framework-free, and fed by numbers: tests bring their own networks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOPELESS, MOSTLY_EXPOSED, FEW = 1.5, 0.5, 3
 # What counts as no slower. The times of equal steps differ by less on a machine that is not idle.
 SAME = 1.03
 # Rungs after FREE cost accuracy in runs of some hundred steps (docs/results.md), and those after
-# START in a run's first steps. So each must expose less, by this share of a step before.
+# START in a run's first steps. So each must expose less than the rung before it, by this share.
 FREE, SAVED = 4, 0.1
 # Shares of a step. Less exposed time is not worth a sparser rung, and more is.
 MUCH_EXPOSED = 0.1
