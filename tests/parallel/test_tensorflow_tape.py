@@ -272,37 +272,6 @@ def test_two_gradients_of_the_same_variables_in_a_step(traced):
     assert together.stats()["step"] == 5
 
 
-@pytest.mark.parametrize(
-    ("mode", "value"),
-    [
-        pytest.param(MODES[0], np.inf, marks=pytest.mark.long),
-        (MODES[0], np.nan),
-        pytest.param(MODES[1], np.inf, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_a_step_that_overflows_on_one_rank_never_happened(mode, value):
-    settings = {"beta": 0.5, "warmup_steps": 2, **mode}
-    compression, untouched = scalecom(**settings), scalecom(**settings)
-    shapes = {name: SHAPES[name] for name in ("second", "bias")}
-    step, clean = Step(variables(shapes), compression), Step(variables(shapes), untouched)
-    for number in range(8):
-        grads = gradients(shapes, hvd.rank(), number)
-        if number in (0, 3, 4, 6):  # the value is on the leader, or on another rank
-            if hvd.rank() == number % hvd.size():
-                grads["second"][1, 7] = value
-            averages = step(grads)
-            assert all(np.isnan(average).all() for average in averages.values())
-            continue
-        for (name, average), other in zip(step(grads).items(), clean(grads).values(), strict=True):
-            np.testing.assert_array_equal(average, other, err_msg=name)
-    assert (compression.stats()["step"], compression.stats()["skipped_steps"]) == (4, 4)
-    for name, residue in untouched.state_dict()["residues"].items():
-        np.testing.assert_array_equal(
-            compression.state_dict()["residues"][name], residue, err_msg=name
-        )
-
-
 def test_an_average_that_float16_cannot_hold_is_no_step():
     """Residues are float32. What waits, and the next gradient, may add up to too much."""
     compression = scalecom(rate=20, bits=32)
