@@ -5,7 +5,6 @@ promise of the drop-in holds there too.
 """
 
 import functools
-import time
 
 import horovod.torch as stock
 import models
@@ -88,37 +87,6 @@ def test_nothing_is_lost(options, mode):
     divisor = 1 if options.get("op") == hvd.Sum else hvd.size()
     came = came_in(range(hvd.size()), range(steps * passes), **skips)
     models.assert_nothing_is_lost(model, compressor, came, divisor)
-
-
-@pytest.mark.parametrize("mode", [*MODES, STOCK], ids=str)
-def test_a_step_that_overflows_on_one_rank_never_happened(mode):
-    """A gradient too large for a residue (config.largest_gradient) is as bad as one not finite."""
-    overflowing = {0: np.inf, 3: np.nan, 4: 1e38, 7: -np.inf, 8: -1e38}
-    model, clean = models.parameters(SHAPES), models.parameters(SHAPES)
-    settings = {"lr": 0.1, "beta": 0.5, "warmup_steps": 2}
-    optimizer, compressor = make(model, mode, **settings)
-    untouched, other = make(clean, mode, **settings)
-    for step in range(12):
-        grads = gradients(SHAPES, hvd.rank(), step)
-        if step in overflowing and hvd.rank() == step % hvd.size():
-            grads["second"][1, 7] = overflowing[step]
-        optimizer.zero_grad()
-        models.feed(model, grads)
-        optimizer.synchronize()
-        if step in overflowing:
-            shown = all(p.grad.isnan().all() for p in model.values())
-            # In Horovod's own optimizer the other gradients do not show it.
-            assert shown or (mode == STOCK and not model["second"].grad.isfinite().all())
-            continue
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        models.take_steps(untouched, clean, [step])
-    stats = compressor.stats()
-    assert (stats["step"], stats["skipped_steps"]) == (7, 5)
-    torch.testing.assert_close(model, clean, rtol=1e-4, atol=1e-5)
-    found, wanted = compressor.state_dict()["residues"], other.state_dict()["residues"]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    assert models.same_on_all_ranks(model.values())
 
 
 @pytest.fixture
@@ -372,24 +340,6 @@ def test_other_compressions_are_horovods_own(compression):
     assert not hasattr(optimizer, "compression")
     models.take_steps(optimizer, model, range(2))
     assert models.same_on_all_ranks(model.values())
-
-
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_nameless_collectives_between_backward_and_step(mode):
-    """How many collectives the exchange has submitted by then differs between ranks.
-
-    Horovod would use that number to name this collective.
-    """
-    model = models.parameters({f"layer{i}": (40, 50) for i in range(10)})
-    shapes = {name: p.shape for name, p in model.items()}
-    optimizer, _ = make(model, mode, rate=16, bucket_bytes=10_000)
-    for step in range(20):
-        time.sleep(0.002 * hvd.rank() * (step % 3))
-        optimizer.zero_grad()
-        models.feed(model, gradients(shapes, hvd.rank(), step))
-        assert hvd.allreduce(torch.tensor(float(hvd.rank()))) == (hvd.size() - 1) / 2
-        assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == list(range(hvd.size()))
-        optimizer.step()
 
 
 def test_residues_that_keep_growing_are_reported_once(caplog):
