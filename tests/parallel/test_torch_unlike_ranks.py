@@ -14,7 +14,6 @@ import pytest
 import torch
 from faces import UNDER_TORCHRUN, horovods_alone, hvd, stock
 from made_up import gradients
-from rungs import AUTO, Restless
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000)}
 MODES = [{}, {"lookahead": True}, {"warmup_steps": 100}]
@@ -147,21 +146,6 @@ def test_one_rank_loads_its_residues_and_nothing_is_lost(who, mode, library):
     assert compressor.stats()["step"] == 6
     assert models.same_on_all_ranks(model.values())
     models.assert_nothing_is_lost(model, compressor, came, hvd.size())
-
-
-def test_ranks_go_on_at_the_rung_of_the_rank_that_has_trained_furthest(monkeypatch):
-    """Rank 0 is new."""
-    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", Restless)
-    trained, again = models.parameters(SHAPES), models.parameters(SHAPES)
-    optimizer, compressor = models.wrap(hvd, trained, **AUTO)
-    models.take_steps(optimizer, trained, range(5))
-    rung = compressor.residues.rung
-    optimizer, new = models.wrap(hvd, again, **AUTO)
-    assert new.residues.rung != rung
-    if hvd.rank():
-        new.load_state_dict(compressor.state_dict())
-    models.take_steps(optimizer, again, [5])
-    assert new.residues.rung == rung
 
 
 def broadcast(optimizer, root):
