@@ -99,7 +99,7 @@ TENSORFLOW = "tensorflow_parity tensorflow_tape"
 DDP = f"""
     ddp_* -ddp_devices -ddp_pages -ddp_wrapped_models -{" -".join(NODES.split())}
     torch_amp torch_orders torch_state torch_changed_gradients torch_thrown_away
-    torch_unlike_ranks torch_methods::a_step_that_does_not_count_leaves_the_state
+    torch_unlike_ranks
     torch_methods::resuming_is_bit_identical[Momentum-{{}}-new_optimizer]
     torch_methods::resuming_is_bit_identical[Momentum-{{}}-mid_run]"""
 # What depends most on which stream a tensor is in.

@@ -14,8 +14,6 @@ from made_up import SHAPES, came_in, gradients
 from momentum import Momentum
 from oracles import methods as oracle
 
-from scalecom_hvd.exchange.bucket_step import BucketStep
-
 SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0}
 DTYPES = {"double": torch.float64, "half": torch.float16}
 # Sizes around a group of lanes; every dtype; "one" and "scalar" compressed.
@@ -323,10 +321,6 @@ def test_nothing_is_lost(method, fields):
     models.assert_nothing_is_lost(model, compressor, total, hvd.size())
 
 
-def assert_equal(one, other):
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("where", ["new_optimizer", "mid_run"])
 @with_each(*METHODS, *SOME_QUANTISED, (Momentum, {}))
 def test_resuming_is_bit_identical(method, fields, where):
@@ -337,58 +331,6 @@ def test_resuming_is_bit_identical(method, fields, where):
         return model, *make(model, method, fields, **settings)
 
     models.resume(run, where, 4, 7)
-
-
-THROWN_AWAY = "its averages are thrown away"
-
-
-@pytest.mark.parametrize("why", ["a gradient is not finite", "a worker was lost", THROWN_AWAY])
-def test_a_step_that_does_not_count_leaves_the_state(why, monkeypatch):
-    """Training goes on as if the step had never been.
-
-    It is equal to the bit, because residues do not change before a step counts.
-    """
-    settings = {"beta": 0.5, "bucket_bytes": 30_000, "momentum": 0.9, "lr": 0.1}
-    model, other = models.parameters(SHAPES), models.parameters(SHAPES)
-    optimizer, compressor = make(model, Momentum, {}, **settings)
-    straight, _ = make(other, Momentum, {}, **settings)
-    models.take_steps(optimizer, model, range(4))
-    before = models.numbers(compressor)
-    assert len(compressor.residues.buckets) > 1, "each bucket gives a part of the state"
-    own = before["method_state"]["tensors"]
-    everyone = hvd.allgather(torch.cat(list(own["velocity"].values()))[None])
-    assert len(everyone.unique(dim=0)) == hvd.size(), "each rank has velocities of its own"
-
-    optimizer.zero_grad()
-    grads = gradients(SHAPES, hvd.rank(), 99)
-    if why == "a gradient is not finite":
-        if hvd.rank() == 1:
-            grads["third"][17] = np.nan
-        models.feed(model, grads)
-        optimizer.synchronize()
-        assert all(parameter.grad.isnan().all() for parameter in model.values())
-    elif why == THROWN_AWAY:
-        models.feed(model, grads)
-        optimizer.synchronize()
-        before = models.numbers(compressor)  # until the next backward
-    else:
-
-        def lost(bucket):
-            raise hvd.HorovodInternalError("a worker was lost")
-
-        models.feed(model, grads)
-        with monkeypatch.context() as patch, pytest.raises(hvd.HorovodInternalError):
-            patch.setattr(BucketStep, "check", lost)  # all is averaged, but nothing counts yet
-            optimizer.synchronize()
-        optimizer.load_state_dict(optimizer.state_dict())  # Horovod drops its handles
-        # What must be equal on all ranks begins anew.
-        before["method_state"]["method"]["steps"] = 0
-        own["sent"] = {name: sent * 0 for name, sent in own["sent"].items()}
-    assert_equal(models.numbers(compressor), before)
-    models.take_steps(optimizer, model, range(4, 9))
-    models.take_steps(straight, other, range(9))
-    assert_equal(model, other)
-    assert compressor.stats()["step"] == 9 + (why == THROWN_AWAY)
 
 
 # For 6 401 and 1 500 elements in one bucket. The rate is 300, so offsets have two bytes, and k is

@@ -13,6 +13,7 @@ from simulated import assert_same
 from torch.utils._pytree import tree_leaves
 
 from scalecom_hvd.exchange import Method
+from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.residue import torch_dtype
 from scalecom_hvd.reference import select
 
@@ -318,8 +319,12 @@ def test_what_must_be_equal_begins_anew_where_ranks_disagree(caplog):
     assert [own.residues.step for own in again.compressors] == [6, 6]
 
 
-def test_an_error_in_mid_step_leaves_what_ranks_have_of_their_own(monkeypatch):
-    """State that must be equal begins anew, because one rank may have come further."""
+@pytest.mark.parametrize("where", ["gather", "check"])
+def test_an_error_in_mid_step_leaves_what_ranks_have_of_their_own(where, monkeypatch):
+    """State that must be equal begins anew, because one rank may have come further.
+
+    At a bucket's check, all is averaged, but nothing counts yet.
+    """
     simulation = trained(3)
     before = everything(simulation)
 
@@ -327,7 +332,7 @@ def test_an_error_in_mid_step_leaves_what_ranks_have_of_their_own(monkeypatch):
         raise OSError("no route to host")
 
     with monkeypatch.context() as patch:
-        patch.setattr(simulation.collectives[1], "gather", fail)
+        patch.setattr(simulation.collectives[1] if where == "gather" else BucketStep, where, fail)
         with pytest.raises(OSError, match="no route to host"):
             simulation.step(made_up(2, 3))
     after = everything(simulation)
