@@ -64,17 +64,9 @@ def test_real_ranks_see_what_simulated_ones_see(compression, settings, monkeypat
 
 
 @pytest.mark.skipif(hvd.size() == 1, reason="one rank has nobody to differ from")
-@pytest.mark.parametrize(
-    ("mine", "theirs", "words"),
-    [
-        (5, 7, "diagnostics is 5 on rank 0 and 7 on rank 1"),
-        (5, None, "diagnostics is 5 on rank 0 and missing on rank 1"),
-    ],
-    ids=str,
-)
-def test_ranks_that_would_look_at_different_steps(mine, theirs, words):
-    model, optimizer, _ = make(diagnostics=theirs if hvd.rank() == 1 else mine)
-    with pytest.raises(RuntimeError, match=words):
+def test_ranks_that_would_look_at_different_steps():
+    model, optimizer, _ = make(diagnostics=None if hvd.rank() == 1 else 5)
+    with pytest.raises(RuntimeError, match="diagnostics is 5 on rank 0 and missing on rank 1"):
         take_steps(optimizer, model, [0])
 
 
