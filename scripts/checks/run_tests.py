@@ -86,7 +86,7 @@ def files(names: str) -> list[str]:
     return chosen
 
 
-ALL_TORCH = "join local_topk torch_*"  # join() comes first: see there
+ALL_TORCH = "join torch_*"  # join() comes first: see there
 TORCH = f"{ALL_TORCH} -torch_methods torch_methods::horovods_own_optimizer_is_refused"
 # Without what each rank computes by itself, and how pages describe it. No launcher changes that.
 OF_MANY = f"{ALL_TORCH} -torch_pages -torch_profile -torch_momentum"
