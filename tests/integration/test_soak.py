@@ -4,10 +4,7 @@ import os
 import random
 import re
 import sys
-import time
-from collections import Counter
 from pathlib import Path
-from unittest.mock import Mock
 
 import momentum
 import pytest
@@ -90,46 +87,6 @@ def test_torchrun_starts_workers_again(optimizer, rounds, point):
     assert [diary[0]["restarts"] for diary in diaries].count(1) == 2
 
 
-class StartsAgainLate(soak.Job):
-    """When a host is taken away, this job's workers at first go on as before.
-
-    Horovod has not told them yet.
-    """
-
-    def __init__(self, folder):
-        self.folder, self.dice, self.elastic, self.size = folder, random.Random(0), True, 3
-        self.hosts, self.survived, self.looks = ["1", "2", "3"], Counter(), 0
-        self.process = Mock(poll=lambda: None)
-
-    def diaries(self):
-        self.looks += len(self.hosts) < 3
-        now = "new" if self.looks > 3 else "old"
-        events = {"event": "begin", "generation": "old"}, {"event": "commit", "generation": now}
-        later = time.time() + 1
-        return {int(host): [event | {"host": host, "time": later} for event in events]
-                for host in self.hosts}  # fmt: skip
-
-    workers = diaries
-
-
-def test_the_next_fault_waits_until_horovod_has_started_again(tmp_path):
-    """Without the wait, Horovod forgets a host that is added in the meantime.
-
-    The worker on this host then never starts.
-    """
-    job = StartsAgainLate(tmp_path)
-    job.make(soak.LEAVES)
-    assert job.survived.total() == 1
-    assert job.looks > 3
-
-
-def test_a_worker_that_nobody_killed_is_missed(tmp_path):
-    job = StartsAgainLate(tmp_path)
-    job.size = 4
-    with pytest.raises(ChildProcessError, match="nobody killed"):
-        job.make(soak.LEAVES)
-
-
 @pytest.mark.long
 def test_a_fault_that_is_not_survived_leaves_its_folder(tmp_path, monkeypatch):
     """It says where every living worker was.
@@ -189,7 +146,3 @@ def has_exchanged_twice(job):
 
     job.wait_until(lambda: steps() >= 5, "it trained too slowly")
     return []
-
-
-def test_wrong_arguments(run):
-    assert "no job begins so; there are:" in run([*SOAK, "--only", "nothing"], fails=True)
