@@ -165,34 +165,3 @@ def test_nothing_is_left_after_an_exception(tidy):
         subprocess.Popen(cluster.enter("h2", ["sleep", "1000"]))
         raise KeyError
     cluster.close()  # closing it a second time does no harm
-
-
-def test_wrong_arguments_are_refused(tidy, run):
-    for n in (0, 1, 9):
-        with pytest.raises(ValueError, match=f"2 to 8 hosts, not {n}"):
-            Hosts(n)
-    with Hosts(2) as cluster:
-        tidy(space_of(cluster))
-        with pytest.raises(ValueError, match="unknown launcher 'ssh'"):
-            cluster.run("ssh", [WORKER], timeout=10)
-        for mbit in (0, -1):
-            with pytest.raises(ValueError, match=f"positive number of Mbit/s.*not {mbit}"):
-                cluster.shape(mbit)
-    command = [sys.executable, SCRIPT]
-    assert "2 to 8 hosts" in run([*command, "--hosts", 9, "--", WORKER], limit=50, fails=True)
-    assert "either --shell or a program" in run(command, limit=50, fails=True)
-
-
-def test_hosts_that_cannot_come_up_say_why(tidy, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(hosts, "CLUSTER", "echo the bridge is out; exit 1")
-        with pytest.raises(RuntimeError, match="the hosts did not come up:\nthe bridge is out"):
-            Hosts(2)
-    monkeypatch.setattr(hosts, "PROGRAMS", {"no-such-program": "no-such-package"})
-    with pytest.raises(
-        FileNotFoundError, match="no-such-program: apt-get install no-such-package, or .*--install"
-    ):
-        Hosts(2)
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(PermissionError, match="root"):
-        Hosts(2)
