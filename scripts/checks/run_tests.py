@@ -106,7 +106,7 @@ DDP = f"""
 STREAMS = "ddp_devices ddp_differential ddp_hook::parity torch_amp"
 PROGRAMS = "torch_differential torch_local_differential"
 # What Gloo and more than two ranks may change for TensorFlow.
-UNLIKE = "tensorflow_tape::gradients_that_come_later_on_one_rank_alone"
+UNLIKE = "tensorflow_tape::nothing_is_lost"
 # They run at the same time, the longest first: see tests/integration/conftest.py.
 AT_ONCE = f"-n {min(4, len(CORES))} --dist loadgroup --no-loadscope-reorder"
 SLOW = f"{AT_ONCE} --timeout=1000"
