@@ -5,7 +5,6 @@ import copy
 
 import pytest
 import torch
-from devices import DEVICE
 from faces import hvd
 from models import OPTIMIZERS, SETTINGS, loss, make_model, same_on_all_ranks, take
 from test_torch_momentum import NU, Oracle
@@ -77,28 +76,6 @@ def test_a_hook_that_was_not_registered_is_told(registers, caplog):
     for step in range(25):
         take(model, optimizer, step)
     assert caplog.text.count("call model.register_comm_hook(state") == (not registers)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_grad_scaler_that_skips_a_step(fused):
-    """Whether it skips the step, or a fused optimizer does."""
-    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
-    model, optimizer, _ = make(
-        lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=fused), loss_scale=scaler
-    )
-    other, plain, _ = make(lambda parameters: torch.optim.Adam(parameters, lr=0.01))
-    for step in range(6):
-        optimizer.zero_grad()
-        spoilt = float("inf") if step == 3 and hvd.rank() == 0 else 1
-        scaler.scale(loss(model, hvd.rank(), step) * spoilt).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        if step != 3:
-            take(other, plain, step)
-        # A device counts a fused optimizer's steps in float32, and so are powers of decays.
-        pairs = [list(each.parameters()) for each in (model, other)]
-        torch.testing.assert_close(*pairs, rtol=0, atol=1e-8)
-        assert same_on_all_ranks(model.parameters())
 
 
 def test_a_compiled_step_is_the_same():

@@ -23,18 +23,6 @@ def test_what_is_shown_is_what_the_script_draws(draw, tmp_path):
     assert numbers[0] == pytest.approx(numbers[1], abs=0.01)
 
 
-def test_pages_load_quickly():
-    for file in (pictures_of_docs.DOCS / "pictures").iterdir():
-        assert file.stat().st_size < 150_000, file.name
-
-
-def test_marks_tell_methods_apart_without_colour():
-    for kind in (pictures.MARKS, pictures.PARTS):
-        assert len({(m.colour, m.hatch) for m in kind.values()}) == len(kind)
-    assert len({m.marker for m in pictures.MARKS.values()}) == len(pictures.MARKS)
-    assert len({m.line for m in pictures.MARKS.values()}) >= len(pictures.MARKS) - 1
-
-
 def test_a_method_has_the_same_mark_in_every_picture():
     found = pictures.marks(["beta 1", "the defaults", "beta 0.1"])
     assert found["the defaults"] == pictures.MARKS["ScaleCom"]

@@ -16,7 +16,6 @@ from simulated import as_tensors, assert_same, made_up, residues_of, step_as
 
 from scalecom_hvd.agreement import Names
 from scalecom_hvd.exchange import Exchange, Face, ScaleCom
-from scalecom_hvd.exchange.collectives import CollectiveError
 from scalecom_hvd.exchange.methods import RandomK
 from scalecom_hvd.exchange.optimizer_gradients import StartsAlike
 from scalecom_hvd.exchange.simulator import Network, SimulatedCollectives, SimulatedWork, Simulation
@@ -427,34 +426,6 @@ def test_work_gives_its_result_as_often_as_it_is_asked():
     first, second = on_two_ranks(brings, brings)
     assert first == ([False] * 3, [want] * 2)
     assert second == ([True] * 3, [want] * 2)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda collectives: collectives.all_reduce(torch.ones(3), "same"),
-        lambda collectives: collectives.all_reduce(torch.ones(2, dtype=torch.float64), "same"),
-        lambda collectives: collectives.broadcast(torch.ones(2), 1, "same"),
-    ],
-    ids=["shape", "dtype", "kind"],
-)
-def test_different_collectives_of_one_name_are_an_error_on_all(other):
-    caught = []
-
-    def waits(submit):
-        def run(collectives):
-            try:
-                submit(collectives).wait()
-            except CollectiveError as error:
-                caught.append(str(error))
-
-        return run
-
-    on_two_ranks(
-        waits(lambda collectives: collectives.all_reduce(torch.ones(2), "same")), waits(other)
-    )
-    assert len(caught) == 2
-    assert "different collectives under the same name" in caught[0]
 
 
 def test_every_rank_numbers_its_exchanges_for_itself():
