@@ -16,7 +16,7 @@ from simulated import as_tensors, assert_same, made_up, residues_of, step_as
 
 from scalecom_hvd.agreement import Names
 from scalecom_hvd.exchange import Exchange, Face, ScaleCom
-from scalecom_hvd.exchange.methods import RandomK
+from scalecom_hvd.exchange.methods import LocalTopK, RandomK
 from scalecom_hvd.exchange.optimizer_gradients import StartsAlike
 from scalecom_hvd.exchange.simulator import Network, SimulatedCollectives, SimulatedWork, Simulation
 from scalecom_hvd.reference import ScaleComReference
@@ -124,13 +124,21 @@ def test_a_resumed_run_has_the_rung_of_the_saved_one_or_its_own_rate(before, aft
 
 
 def test_a_newcomer_takes_the_rung_of_the_others(monkeypatch):
-    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", Restless)
+    """Its controller, which decides for all, does not take the run for a new one."""
+    begun = []
+
+    def controller(*start):
+        begun.append(start)
+        return Restless(*start)
+
+    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", controller)
     first, second = simulate(2, rate="auto"), simulate(2, rate="auto")
     for step in range(4):
         first.step(as_tensors(made_up(2, step)))
     second.compressors[1].load_state_dict(first.compressors[1].state_dict())
     second.step(as_tensors(made_up(2, 4)))
-    assert {c.residues.rung for c in second.compressors} == {first.compressors[1].residues.rung}
+    (rung,) = {c.residues.rung for c in (*second.compressors, *first.compressors)}
+    assert begun == [(2, START, True), (2, rung, False)]
 
 
 @pytest.mark.parametrize("elastic", [False, True])
@@ -329,6 +337,19 @@ def test_after_gradients_that_are_averaged_in_their_own_memory_flags_travel(monk
         assert not under_way
 
 
+def test_nothing_is_chosen_for_what_travels_elsewhere():
+    """With look-ahead, only the first step is then sent whole."""
+    method = ScaleCom(rate=4, lookahead=True, min_numel=0)
+    like = {"a": torch.zeros(64), "rows": torch.zeros(50)}
+    exchange, rates = Exchange(like, method, SimulatedCollectives(Network(1), 0)), []
+    for _ in range(3):
+        exchange.ready("a", torch.randn(64))
+        exchange.ready_elsewhere("rows")
+        assert exchange.finish().keys() == {"a"}
+        rates.append(method.stats()["rate"])
+    assert rates == [1, 4, 4]
+
+
 def test_ranks_that_wait_for_each_other_are_found():
     with pytest.raises(RuntimeError, match="for ever.*left, which .* right, which"):
         on_two_ranks(
@@ -458,10 +479,10 @@ def test_what_a_user_gets_who_sets_nothing():
     assert simulation.compressors[0].stats()["bytes_values"] == 4 * 313
 
 
-@pytest.mark.parametrize("bits", [32, 4])
-def test_an_average_that_overflows_half_precision_does_not_count(bits):
+@pytest.mark.parametrize("fields", [{"bits": 32}, {"bits": 4}, {"compression": LocalTopK}], ids=str)
+def test_an_average_that_overflows_half_precision_does_not_count(fields):
     """What waited fits into the residue, but not into p.grad, which carries the loss scale."""
-    settings = {"rate": 4, "bits": bits, "min_numel": 0, "loss_scale": lambda: 1024.0}
+    settings = {"rate": 4, "min_numel": 0, "loss_scale": lambda: 1024.0} | fields
     zeros = torch.zeros(64, dtype=torch.float16)
     simulation = Simulation(2, lambda _: {"w": torch.nn.Parameter(zeros)}, **settings)
     for skipped in (0, 1, 2):  # the second step would send 2 * 40 * 1024
@@ -469,3 +490,22 @@ def test_an_average_that_overflows_half_precision_does_not_count(bits):
         assert simulation.compressors[0].residues.skipped_steps == skipped
         found = averages[1]["w"]
         assert bool(found.isnan().all() if skipped else found.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "compression"), [("native", ScaleCom), ("torch", ScaleCom), ("native", LocalTopK)]
+)
+def test_norms_are_those_of_unscaled_gradients(kernel, compression, monkeypatch):
+    """A loss scale that grows makes no outliers. The squares of the last gradients overflow."""
+
+    def stats_with(scales):
+        simulation = simulate(2, compression=compression, loss_scale=lambda: scale)
+        for step, scale in enumerate(scales):
+            simulation.step(as_tensors(made_up(2, step), scale))
+        stats = simulation.compressors[0].stats()
+        return [stats[what] for what in ("step", "outliers", "residue_norm", "residue_ratio")]
+
+    monkeypatch.setenv("SCALECOM_KERNEL", kernel)
+    scaled = stats_with([4.0] * 12 + [2.0**12, 2.0**70])
+    assert scaled == pytest.approx(stats_with([1.0] * 14))
+    assert scaled[:2] == [14, 0]
