@@ -97,10 +97,13 @@ class Adapter:
             kernel.scatter([outputs[i] for i in own], self.offsets, averages)
         return [back(output) for output in outputs]
 
-    def roll_back(self, keeps_gradients=False):
-        """Return the residues after a roll-back of all that was done to them."""
-        for kernel, _ in self.made:
-            kernel.roll_back(keeps_gradients)
+    def roll_back(self, keeps_gradients=False, spared=None):
+        """Return the residues after a roll-back of all that was done to them, but to those spared.
+
+        spared: one bool for each tensor. None: nothing is spared.
+        """
+        for kernel, own in self.made:
+            kernel.roll_back(keeps_gradients, [spared[i] for i in own] if spared else ())
         return [back(residue) for residue in self.residues]
 
 

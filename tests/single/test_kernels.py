@@ -380,6 +380,19 @@ def test_offsets_that_are_damaged_in_mid_step_are_not_rolled_back(kernel):
     same(made.state(), before)
 
 
+@kernels("roll-back")
+def test_of_tensors_that_share_a_move_some_are_not_rolled_back(kernel):
+    """No rank uses the others."""
+    case = Case([Lanes(333, 7), Lanes(129, 1), Lanes(500, 40)], ["float32"] * 3)
+    case.frozen = [False, True, False]
+    for spared in ([True, False, False], [False, True, True]):
+        made, taken = kernel(case), case.take_and_accumulate(False)
+        made.take_and_accumulate(False)
+        both = zip(spared, taken.residues, case.roll_back(taken), strict=True)
+        left = [stays if own else rolled_back for own, stays, rolled_back in both]
+        same(made.roll_back(spared=spared), left)
+
+
 @kernels("counted offsets")
 def test_offsets_of_no_or_two_leaders_are_refused(kernel):
     case = Case([Lanes(5000, 50)], ["float32"])
