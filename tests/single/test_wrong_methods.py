@@ -4,6 +4,7 @@ All are refused, and the error says what to do. None hangs, and none silently gi
 """
 
 import dataclasses
+import math
 
 import pytest
 import simulated
@@ -278,9 +279,14 @@ def test_a_method_that_does_not_take_few_bits_has_them_refused():
 @pytest.mark.parametrize("method", [ScaleCom, LocalTopK])
 def test_what_waits_is_compared_with_gradients_in_every_form(method):
     """The norms of residues are those after the step, whichever moves the method makes."""
-    simulation = simulate(method)
-    simulation.step(gradients())
-    assert simulation.compressors[0].stats()["residue_ratio"] > 0.1
+    shapes = {"a": (30, 100), "b": (2500,), "c": (50, 60)}
+    simulation = simulated.simulate(2, shapes, compression=method, bucket_bytes=10_000)
+    grads = simulated.as_tensors(simulated.made_up(2, 0, shapes))
+    norms = [grad.norm() for grad in grads[0].values()]
+    simulation.step(grads)
+    own = simulation.compressors[0]
+    waits = own.stats()["residue_norm"] / own.config.beta
+    assert own.stats()["residue_ratio"] == pytest.approx(waits / math.hypot(*norms))
 
 
 def test_what_is_open_is_settled_before_a_method_serves():
