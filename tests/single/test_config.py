@@ -53,6 +53,17 @@ from scalecom_hvd import ScaleComConfig
         ({"warmup_step": 5}, ValueError, "no setting warmup_step; did you mean warmup_steps"),
         ({"zzz": 5}, ValueError, "the settings are rate, beta"),
         ({"wire_dtype": "float16"}, ValueError, "no longer travel in float16. Give bits=8"),
+        ({"planned_steps": 9}, ValueError, "it is called total_steps now"),
+        ({"local_steps": 4}, ValueError, "that is an argument of DistributedOptimizer"),
+        ({"beta": 1.1}, ValueError, r"beta must be in \(0, 1\], not 1.1"),
+        ({"nu": 1.1}, ValueError, r"nu must be in \(0, 1\], not 1.1"),
+        ({"rate": float("inf")}, ValueError, "rate must be at least 1 and finite, not inf"),
+        ({"outliers": 0.5}, ValueError, "outliers must be at least 1 and finite, or None, not 0.5"),
+        ({"outliers": float("inf")}, ValueError, "outliers must be at least 1 and finite"),
+        ({"total_steps": 0}, ValueError, "total_steps must be at least 1, not 0"),
+        ({"bits": 1}, ValueError, "bits must be from 2 to 8, or 32"),
+        ({"rate": "auto", "warmup_steps": 5}, ValueError, "what warmup_steps=5 would set"),
+        ({"rate": "auto", "selection": "exact"}, ValueError, "has nothing to choose where"),
     ],
 )
 def test_what_cannot_work_is_refused(fields, error, message):

@@ -8,7 +8,7 @@ import torch
 from scalecom_hvd import native
 from scalecom_hvd.exchange.kernels.base import TensorSlot, scale_blocks_
 from scalecom_hvd.exchange.values import IntegerValues
-from scalecom_hvd.integers import blocks_of, levels_of
+from scalecom_hvd.integers import blocks_of, fields_per_word, levels_of
 from scalecom_hvd.lanes import Lanes
 
 CPU = torch.device("cpu")
@@ -49,3 +49,15 @@ def test_c_and_torch_are_equal(sizes, dtype, monkeypatch):
         found = in_c.averages_of(slots, offsets, 1 / ranks)
         assert torch.equal(found, expected.mul_(1 / ranks))
         assert in_torch.averages_of(slots, offsets, 1 / ranks) is None
+
+
+@pytest.mark.parametrize(
+    ("bits", "ranks", "fields"), [(2, 1, 16), (2, 2, 10), (4, 2, 6), (8, 1, 4), (8, 2**23, 1)]
+)
+def test_a_field_holds_the_sum_of_all_ranks(bits, ranks, fields):
+    assert fields_per_word(levels_of(bits), ranks) == fields
+
+
+def test_more_ranks_than_a_word_can_count_are_refused():
+    with pytest.raises(ValueError, match="are too many to sum integers of 127 levels in 32 bits"):
+        fields_per_word(127, 2**25)
