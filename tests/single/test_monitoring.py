@@ -53,6 +53,15 @@ def test_it_looks_every_so_many_steps_and_writes_numbers():
     assert monitor.line == "0.0211 MB, rate 33"
 
 
+def test_the_line_says_on_which_rung_a_run_is_and_what_local_steps_left_out():
+    more = {"rung": 2, "stage": "rate 2, 4 bits", "skipped_steps": 2, "local_steps_skipped": 3}
+    written = Written()
+    monitor = Monitor(Source(**more), every=1, writer=written)
+    monitor.step()
+    assert monitor.line == "0.0211 MB, rate 2, 4 bits, 5 steps skipped"
+    assert {("scalecom/rung", 2, 10), ("scalecom/local_steps_skipped", 3, 10)} <= {*written}
+
+
 def test_the_line_says_what_waits_and_what_was_skipped(caplog):
     monitor = Monitor(Source(residue_ratio=12.34, skipped_steps=2, local_steps_taken=70), every=1)
     with caplog.at_level("INFO", "scalecom_hvd"):

@@ -164,13 +164,13 @@ def test_without_a_library_there_is_one_warning(tmp_path):
         "from scalecom_hvd.exchange.kernels.choice import kernel_for\n"
         f"native.LIBRARY = pathlib.Path({str(tmp_path / '_lanes.so')!r})\n"
         "what = torch.device('cpu'), torch.float32, torch.float32, Lanes(900, 7)\n"
-        "print({kernel_for(*what).__name__ for _ in range(5)})"
+        "print({kernel_for(*what).__name__ for _ in range(5)})\n"
+        "import os; os.environ['SCALECOM_KERNEL'] = 'native'; kernel_for(*what)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "{'TorchKernel'}"
-    assert done.stderr.count("the native kernel was not built") == 1
+    assert done.stderr.count("WARNING the native kernel was not built") == 1
+    assert "Error: SCALECOM_KERNEL=native, but the native kernel was not built" in done.stderr
 
 
 def products():
