@@ -154,6 +154,25 @@ def test_a_hopeless_rung_is_left_at_once():
     assert rungs.count(WHOLE) <= 3
 
 
+@pytest.mark.parametrize(
+    ("exposed", "is_left"), [((0.09, 0.09, 0.09), True), ((0.09, 0, 0), False)]
+)
+def test_a_rung_is_left_at_once_if_most_of_each_step_is_exposed(exposed, is_left):
+    controller = RateController(2)
+    for each in (0, 0, 0, *exposed):
+        controller.note(0.1, each)
+    assert ("much is exposed" in controller.reason) == is_left == (controller.rung != START)
+
+
+@pytest.mark.parametrize(("of_rung_3", "is_tried"), [(1.09, False), (1.05, True)])
+def test_whole_steps_are_tried_unless_bytes_cost_much(of_rung_3, is_tried):
+    """They send 33 times as much more than rung 3 as rung 3 sends more than rung 4."""
+    steps = {2: (1.3, 0.3), 3: (of_rung_3, 0.12), 4: (1.0, 0.05), WHOLE: (2.0, 1.0)}
+    rungs = run(RateController(2), steps.get, 200)
+    assert (WHOLE in rungs) == is_tried
+    assert rungs[-1] == 4
+
+
 def test_a_user_is_told(caplog):
     caplog.set_level("INFO", "scalecom_hvd")
     controller = RateController(2)
