@@ -61,13 +61,19 @@ MODES = [
 @pytest.mark.parametrize("fields", [{}, {"beta": 1.0, "rates": {"n64*": 7}}], ids=str)
 @pytest.mark.parametrize("n", [2, 3])
 def test_nothing_is_lost_when_the_rung_changes(n, fields, monkeypatch):
-    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", Restless)
+    class Checking(Restless):
+        def note(self, seconds, exposed):
+            assert 0 <= exposed <= seconds
+            assert simulation.compressors[0].residues.step > reference.step_number, "it is skipped"
+            return super().note(seconds, exposed)
+
+    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", Checking)
     simulation = simulate(n, ODD_SHAPES, **fields, rate="auto")
     reference = ScaleComReference(n, ODD_SHAPES, simulation.compressors[0].config)
     rungs = []
     for step in range(24):
         everyone = made_up(n, step, ODD_SHAPES)
-        if step in (3, 8):
+        if step in (3, 7):  # it tells of another rung, or would be measured
             everyone[-1]["n6401"][17] = np.nan
         step_as(reference, simulation, everyone, 1e-6, rolled_back=1e-5)
         assert len({c.residues.rung for c in simulation.compressors}) == 1
@@ -142,16 +148,29 @@ def test_a_newcomer_takes_the_rung_of_the_others(monkeypatch):
 
 
 @pytest.mark.parametrize("elastic", [False, True])
-def test_only_ranks_of_an_elastic_run_may_bring_one_ranks_residues(elastic, monkeypatch):
+def test_only_ranks_of_an_elastic_run_may_bring_one_ranks_residues(elastic, monkeypatch, caplog):
     """They change their positions, but keep their states."""
     monkeypatch.setattr(SimulatedCollectives, "elastic", elastic)
     first, second = simulate(2), simulate(2)
     first.step(as_tensors(made_up(2, 0)))
     for compressor in second.compressors:
         compressor.load_state_dict(copy.deepcopy(first.compressors[0].state_dict()))
-    refusal = pytest.raises(RuntimeError, match="residues")
+    said = "rank 1 of 2 loads the residues that rank 0 of 2 saved"
+    assert (said in caplog.text) == (not elastic)
+    refusal = pytest.raises(RuntimeError, match="ranks 0 and 1 have both loaded the residues of")
     with contextlib.nullcontext() if elastic else refusal:
         second.step(as_tensors(made_up(2, 1)))
+
+
+def test_a_run_may_resume_on_more_ranks_and_with_other_buckets(caplog):
+    first, second = simulate(2), simulate(3, bucket_bytes=5000)
+    first.step(as_tensors(made_up(2, 0)))
+    for mine, saved in zip(second.compressors, first.compressors, strict=False):
+        mine.load_state_dict(copy.deepcopy(saved.state_dict()))
+    second.step(as_tensors(made_up(3, 1)))
+    assert "resuming on 3 ranks, after training on 2 ranks" in caplog.text
+    assert [own.stats()["step"] for own in second.compressors] == [2] * 3
+    assert len(second.exchanges[0].buckets) > len(first.exchanges[0].buckets)
 
 
 @pytest.mark.parametrize("saved_at", [1, 3, 5])
@@ -335,6 +354,14 @@ def test_after_gradients_that_are_averaged_in_their_own_memory_flags_travel(monk
         stats = method.stats()
         assert step == 0 or (stats["bytes_dense"], stats["collectives"]) == (608, 2)
         assert not under_way
+
+
+@pytest.mark.parametrize("numel", [3000, 2**19])
+def test_waiting_ranks_leave_the_cores_to_large_kernels(numel):
+    shapes = {"weight": (numel,)}
+    simulation = simulate(1, shapes)
+    simulation.step(as_tensors(made_up(1, 0, shapes)))
+    assert simulation.collectives[0].spins == (numel == 3000)
 
 
 def test_nothing_is_chosen_for_what_travels_elsewhere():
