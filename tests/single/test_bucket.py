@@ -258,6 +258,41 @@ def test_a_tensor_that_no_rank_uses_sends_nothing(form, kernel, monkeypatch):
         assert own.grads[tensor.name].any() == (tensor.name != "wide")
 
 
+def test_a_method_may_send_all():
+    bucket = new_bucket(3000)
+    gradient, waits = bucket.came["weight"].clone(), bucket.tensors[0].residue.clone()
+    own, everything = begin(bucket), slice(None)
+    values = own.sendable(everything)
+    agrees = gradient * waits >= 0
+    torch.testing.assert_close(values, gradient + torch.where(agrees, 2 * waits, waits))
+    own.send(everything, values)
+    own.receive(everything, values)
+    own.fill()
+    own.check()
+    own.commit()
+    assert torch.equal(own.grads["weight"], values)
+    left = torch.where(agrees, 0.0, 0.5 * waits)
+    torch.testing.assert_close(bucket.tensors[0].residue, left, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("form", "bits"), [("in place", 32), ("in place", 3), ("accumulators", 32)]
+)
+def test_a_step_whose_average_is_not_finite_does_not_count(form, bits):
+    own = begin(many_tensors(bits))
+    if form == "in place":
+        where = finished(own.select())
+        finished(own.take_and_accumulate(where))
+    else:
+        where = own.places_at(own.choose())
+    own.fill()
+    averages = own.averages_taken() if form == "in place" else torch.zeros(len(where))
+    averages[3] = torch.inf
+    own.receive(where, averages)
+    own.check()
+    assert not own.sound
+
+
 @pytest.mark.parametrize("bits", [32, 3])
 def test_choices_are_split_and_joined(bits):
     """Choices that come from one buffer are joined without a copy."""
