@@ -213,7 +213,9 @@ def test_a_run_that_resumes_with_other_bits_forgets_the_choice(saved, now):
     assert rates == [1, 10]
 
 
-def test_sums():
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+def test_sums(kernel, monkeypatch):
+    monkeypatch.setenv("SCALECOM_KERNEL", kernel)
     averages = simulate(4).step(as_tensors(made_up(4, 0)))[0]
     sums = simulate(4, sums=True).step(as_tensors(made_up(4, 0)))[0]
     for name in SHAPES:
@@ -354,6 +356,39 @@ def test_after_gradients_that_are_averaged_in_their_own_memory_flags_travel(monk
         stats = method.stats()
         assert step == 0 or (stats["bytes_dense"], stats["collectives"]) == (608, 2)
         assert not under_way
+
+
+def test_buckets_are_in_the_order_in_which_they_are_complete():
+    """Weights have integers, biases have not, so they share no bucket. The last layer is first."""
+    shapes = {"weight1": (50, 50), "bias1": (50,), "weight2": (50, 50), "bias2": (50,)}
+    simulation = simulate(2, shapes, bucket_bytes=10_000, min_numel=100)
+    simulation.step(as_tensors(made_up(2, 0, shapes)))
+    buckets = [bucket.names for bucket in simulation.exchanges[1].buckets]
+    assert buckets == [["weight2"], ["bias2", "bias1"], ["weight1"]]
+
+
+def test_a_user_is_told_of_steps_that_do_not_count(caplog):
+    caplog.set_level("INFO", "scalecom_hvd")
+    simulation = simulate(2, {"weight": (64,)})
+    for step in range(40):
+        everyone = as_tensors(made_up(2, step, {"weight": (64,)}))
+        everyone[1]["weight"][5] = 0 if step == 19 else np.inf
+        simulation.step(everyone)
+        assert caplog.text.count("20 times in a row") == 2 * (step == 39)  # by both ranks
+    said = "step 1 is skipped: a gradient was not finite on some rank (39 skipped so far)"
+    assert said in caplog.messages
+
+
+def test_a_user_is_told_of_outliers(caplog):
+    caplog.set_level("INFO", "scalecom_hvd")
+    simulation = simulate(1, {"weight": (64,)})
+    for factor in [1.0] * 10 + [1000.0]:
+        simulation.step([{"weight": torch.full((64,), factor)}])
+    (said,) = caplog.messages
+    assert said == (
+        "step 10: a gradient of weight has the norm 8e+03, the longest recent one 8, so its "
+        "residue is multiplied by 0.00390625"
+    )
 
 
 @pytest.mark.parametrize("numel", [3000, 2**19])
