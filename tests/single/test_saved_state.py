@@ -65,6 +65,16 @@ def test_residues_of_other_settings():
         saved_state.check_state(state(config=without), CONFIG, SCALECOM)
 
 
+def test_residues_are_not_lost_where_all_is_sent():
+    whole, in_few_bits = (ScaleComConfig(rate=1, bits=bits).resolved() for bits in (None, 4))
+    full = state(residues={"a": np.ones(3)}, config=whole.to_dict())
+    with pytest.raises(ValueError, match=r"what those .* hold would be lost.*rate=\{0: 8, 3: 1\}"):
+        saved_state.check_state(full, whole, SCALECOM)
+    saved_state.check_state(state(config=whole.to_dict()), whole, SCALECOM)
+    full["config"] = in_few_bits.to_dict()
+    saved_state.check_state(full, in_few_bits, SCALECOM)
+
+
 def test_residues_of_another_shard():
     residues = {"a": np.ones(3)}
     saved_state.check_shard(state(), (1, 2))  # there are none

@@ -15,10 +15,10 @@ from rungs import Restless
 from simulated import as_tensors, assert_same, made_up, residues_of, step_as
 
 from scalecom_hvd.agreement import Names
-from scalecom_hvd.exchange import Exchange, Face, ScaleCom
+from scalecom_hvd.exchange import ScaleCom
 from scalecom_hvd.exchange.methods import LocalTopK, RandomK
 from scalecom_hvd.exchange.optimizer_gradients import StartsAlike
-from scalecom_hvd.exchange.simulator import Network, SimulatedCollectives, SimulatedWork, Simulation
+from scalecom_hvd.exchange.simulator import Network, SimulatedCollectives, Simulation
 from scalecom_hvd.reference import ScaleComReference
 from scalecom_hvd.stages import LADDER, START, WHOLE
 
@@ -320,44 +320,6 @@ def test_parameters_are_compared_until_ranks_agree_and_after_a_restart():
     assert face.tell() == told
 
 
-class SideBySide(Face):
-    """A face whose gradients lie side by side, as in DDP's buckets."""
-
-    def layout(self):
-        return [["b", "a"]]
-
-
-def test_after_gradients_that_are_averaged_in_their_own_memory_flags_travel(monkeypatch):
-    """Ranks wait for both. If gradients lie elsewhere, they are copied."""
-    under_way = set()
-    wait, submit = SimulatedWork.wait, Network.submit
-
-    def submitted(*what):
-        work = submit(*what)
-        under_way.add(work)
-        return work
-
-    def waited(work):
-        under_way.discard(work)
-        return wait(work)
-
-    monkeypatch.setattr(Network, "submit", submitted)
-    monkeypatch.setattr(SimulatedWork, "wait", waited)
-    method = ScaleCom(rate="auto", min_numel=0, dense=())
-    method.residues.take_rung(WHOLE)  # from the second step on, nothing is compressed
-    like = {"a": torch.zeros(100), "b": torch.zeros(50)}
-    exchange = Exchange(like, method, SimulatedCollectives(Network(1), 0), face=SideBySide())
-    for step in range(4):
-        memory = torch.arange(150.0)
-        b, a = memory.split([50, 100]) if step < 3 else (memory[100:], memory[:100])
-        came = {"a": a.clone(), "b": b.clone()}
-        exchange.ready_all({"a": a, "b": b})
-        assert_same(exchange.finish(), came)
-        stats = method.stats()
-        assert step == 0 or (stats["bytes_dense"], stats["collectives"]) == (608, 2)
-        assert not under_way
-
-
 def test_buckets_are_in_the_order_in_which_they_are_complete():
     """Weights have integers, biases have not, so they share no bucket. The last layer is first."""
     shapes = {"weight1": (50, 50), "bias1": (50,), "weight2": (50, 50), "bias2": (50,)}
@@ -397,19 +359,6 @@ def test_waiting_ranks_leave_the_cores_to_large_kernels(numel):
     simulation = simulate(1, shapes)
     simulation.step(as_tensors(made_up(1, 0, shapes)))
     assert simulation.collectives[0].spins == (numel == 3000)
-
-
-def test_nothing_is_chosen_for_what_travels_elsewhere():
-    """With look-ahead, only the first step is then sent whole."""
-    method = ScaleCom(rate=4, lookahead=True, min_numel=0)
-    like = {"a": torch.zeros(64), "rows": torch.zeros(50)}
-    exchange, rates = Exchange(like, method, SimulatedCollectives(Network(1), 0)), []
-    for _ in range(3):
-        exchange.ready("a", torch.randn(64))
-        exchange.ready_elsewhere("rows")
-        assert exchange.finish().keys() == {"a"}
-        rates.append(method.stats()["rate"])
-    assert rates == [1, 4, 4]
 
 
 def test_ranks_that_wait_for_each_other_are_found():

@@ -270,6 +270,11 @@ def test_the_state_of_a_subclass_of_scalecom_is_checked():
         own.load_state_dict(state)
 
 
+def test_a_use_that_does_not_exist_is_refused():
+    with pytest.raises(TypeError, match=r"Wrong.uses names \['bit'\], but knows only \('bits',"):
+        type("Wrong", (Right,), {"uses": ("bit",)})()
+
+
 def test_a_method_that_does_not_take_few_bits_has_them_refused():
     with pytest.raises(ValueError, match="bits means nothing to Right"):
         Right(bits=3)
