@@ -166,6 +166,19 @@ def test_offsets_that_are_damaged_are_refused(case, loaded_first):
         assert "offsets" not in method.state_dict()
 
 
+@pytest.mark.parametrize("wrong", [[1.0], [1.0, -1.0], [1.0, math.nan], [math.inf, 1.0]])
+def test_scales_that_are_damaged_are_refused(wrong):
+    shapes = {"weight": (6401,)}
+    trained = simulate(1, shapes, bits=3, lookahead=True)
+    trained.step(as_tensors(made_up(1, 0, shapes)))
+    (method,) = trained.compressors
+    state = method.state_dict()
+    method.load_state_dict(state)
+    state["method_state"]["tensors"]["scales"]["weight"] = torch.tensor(wrong)
+    with pytest.raises(ValueError, match="look-ahead's scales of weight belong to another model"):
+        method.load_state_dict(state)
+
+
 def test_another_init_is_noticed_once():
     """Elastic runs call init() again after a shutdown.
 

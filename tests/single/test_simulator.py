@@ -173,6 +173,24 @@ def test_a_run_may_resume_on_more_ranks_and_with_other_buckets(caplog):
     assert len(second.exchanges[0].buckets) > len(first.exchanges[0].buckets)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"lookahead": True, "bits": 3}, {"rate": "auto"}, {"compression": LocalTopK}],
+    ids=str,
+)
+def test_a_state_that_was_loaded_is_saved_again_as_it_was(fields):
+    first, second = simulate(2, **fields), simulate(2, **fields)
+    for step in range(3):
+        first.step(as_tensors(made_up(2, step)))
+    for mine, theirs in zip(second.compressors, first.compressors, strict=True):
+        mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        found, state = mine.state_dict(), theirs.state_dict()
+        assert found.keys() == state.keys()
+        for of_tensors in ("residues", "offsets", "method_state"):
+            assert_same(found.pop(of_tensors, {}), state.pop(of_tensors, {}))
+        assert found == state
+
+
 @pytest.mark.parametrize("saved_at", [1, 3, 5])
 def test_a_run_that_turns_out_longer_goes_on(saved_at):
     """The state's step may be in the warm-up of one run, and after that of the other.
