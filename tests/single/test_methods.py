@@ -121,6 +121,18 @@ def test_a_sum_is_the_average_times_the_number_of_ranks(average):
         torch.testing.assert_close(sums[name], 3 * averages[name])
 
 
+def test_ranks_that_send_zeros_do_not_contribute():
+    """The second rank chooses the first of 8 elements of each lane. Some are the first rank's."""
+    method = functools.partial(hvd.LocalTopK, average="contributors")
+    simulation = simulate(2, {"weight": (64,)}, compression=method, rate=8, min_numel=0)
+    gradient, places = torch.arange(64.0), [0, 1, 2, 3, 60, 61, 62, 63]
+    gradient[:4] = 100
+    sent = torch.zeros(64)
+    sent[places] = gradient[places]
+    averages, _ = simulation.step([{"weight": gradient}, {"weight": torch.zeros(64)}])
+    assert torch.equal(averages["weight"], sent)
+
+
 def test_a_frozen_tensors_residue_does_not_fade():
     simulation = some(2, functools.partial(hvd.LocalTopK, decay=0.5), beta=1.0)
     simulation.step(as_tensors(made_up(2, 0)))
@@ -176,6 +188,7 @@ def test_what_differs_between_states_or_ranks_is_refused(one, other, what, a, b)
 
 REFUSED = [
     (ValueError, hvd.LocalTopK, {"decay": 1.5, "beta": 1.0}, r"from 0 \(no residue is kept\) to 1"),
+    (ValueError, hvd.LocalTopK, {"decay": -0.5, "beta": 1.0}, "to 1 .*, not -0.5"),
     (TypeError, hvd.LocalTopK, {"decay": "much", "beta": 1}, "must be a number, not 'much'"),
     (ValueError, hvd.LocalTopK, {"decay": 0.9, "beta": 0.5}, "each other: give beta=1, not 0.5"),
     (ValueError, hvd.LocalTopK, {"average": "some"}, '"all" or "contributors", not \'some\''),
