@@ -205,18 +205,19 @@ def test_every_method(compression):
 
 
 @pytest.mark.parametrize(
-    ("of_ddp", "settings"),
+    ("of_ddp", "settings", "knows_ddp"),
     [
-        ({"static_graph": True}, {}),
-        ({"find_unused_parameters": True}, {}),
-        ({"find_unused_parameters": True}, {"bits": 3}),
-        ({"find_unused_parameters": True}, {"lookahead": True}),
-        ({"find_unused_parameters": True}, {"compression": ddp.LocalTopK}),
-        ({"find_unused_parameters": True}, {"compression": ddp.RandomK}),
+        ({"static_graph": True}, {}, True),
+        ({"find_unused_parameters": True}, {}, False),
+        ({"find_unused_parameters": True}, {}, True),
+        ({"find_unused_parameters": True}, {"bits": 3}, True),
+        ({"find_unused_parameters": True}, {"lookahead": True}, True),
+        ({"find_unused_parameters": True}, {"compression": ddp.LocalTopK}, True),
+        ({"find_unused_parameters": True}, {"compression": ddp.RandomK}, True),
     ],
     ids=str,
 )
-def test_what_no_rank_uses_waits(of_ddp, settings):
+def test_what_no_rank_uses_waits(of_ddp, settings, knows_ddp):
     """DDP drops such a parameter's average, and would lose what its residue sent.
 
     Buckets first begin as if a step used what the step before used. When the head changes, they
@@ -232,7 +233,8 @@ def test_what_no_rank_uses_waits(of_ddp, settings):
             return (self.heads[head] * grad).sum()
 
     model = DistributedDataParallel(Heads(), **of_ddp)
-    state = ScaleComState(model, **{"rate": 10, "beta": 1.0, **ALL, **settings})
+    served = model if knows_ddp else model.module  # a script may make the state first
+    state = ScaleComState(served, **{"rate": 10, "beta": 1.0, **ALL, **settings})
     model.register_comm_hook(state, scalecom_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     came_in = {f"heads.{head}": np.zeros(1000) for head in range(2)}
@@ -589,7 +591,10 @@ def test_sparse_gradients_are_refused():
         model(torch.arange(5)).sum().backward()
 
 
-def test_other_settings_on_some_rank_are_refused():
-    model, _ = hooked({"rate": 20 if dist.get_rank() else 30})
+@pytest.mark.parametrize("several_buckets", [False, True])
+def test_other_settings_on_some_rank_are_refused(several_buckets):
+    """DDP waits for all its buckets. In the first backward it has several if any may be unused."""
+    rate = 20 if dist.get_rank() else 30
+    model, _ = hooked({"rate": rate}, find_unused_parameters=several_buckets)
     with pytest.raises(RuntimeError, match=r"rate is 30.0 on rank 0 and 20.0 on rank 1"):
         model(batch(0), head="both").backward()

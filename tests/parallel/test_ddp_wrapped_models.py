@@ -92,9 +92,33 @@ def test_parameters_that_ddp_ignores(state_is_made):
     if found is None:
         assert "ignore" in refusal
         assert "ScaleComState" in refusal
-        assert state_is_made != "last"
+        assert state_is_made == "first"
         return
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_in_a_narrower_dtype_than_their_parameters_are_refused(dtype):
+    """As DDP's fp16_compress_wrapper and its mixed_precision give them."""
+
+    def narrowed(state, bucket):
+        bucket.set_buffer(bucket.buffer().to(dtype))
+        return scalecom_hook(state, bucket)
+
+    model = DistributedDataParallel(net())
+    model.register_comm_hook(ScaleComState(model), narrowed)
+    with pytest.raises(RuntimeError, match="Leave out mixed_precision="):
+        model(batch(0)).sum().backward()
+
+
+def test_a_parameter_that_was_thawed_after_the_state_was_made_is_refused():
+    trained = net()
+    trained[0].requires_grad_(False)
+    state = ScaleComState(trained)
+    model = DistributedDataParallel(trained.requires_grad_(True))
+    model.register_comm_hook(state, scalecom_hook)
+    with pytest.raises(RuntimeError, match="did not train.*make DistributedDataParallel and the"):
+        model(batch(0)).sum().backward()
 
 
 def with_hook(model):
