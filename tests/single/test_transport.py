@@ -537,12 +537,17 @@ def test_what_lives_is_listed_while_another_thread_adds_to_it():
 
 
 def test_a_transport_brings_its_ranks():
-    weight = torch.nn.Parameter(torch.zeros(3))
-    transport = ThreadCollectives(Hub(2), 0)
-    with pytest.raises(ValueError, match="collectives= brings its own transport"):
-        ddp.DistributedOptimizer(
-            torch.optim.SGD([weight], lr=1.0),
-            [("weight", weight)],
-            op=torch.distributed.ReduceOp.SUM,
-            collectives=transport,
-        )
+    model, transport = torch.nn.Linear(3, 3), ThreadCollectives(Hub(2), 0)
+    group = object()  # nothing looks into it
+    for setting in ({"op": torch.distributed.ReduceOp.SUM}, {"process_group": group}):
+        with pytest.raises(ValueError, match="collectives= brings its own transport"):
+            ddp.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=1.0),
+                model.named_parameters(),
+                collectives=transport,
+                **setting,
+            )
+    with pytest.raises(ValueError, match="leave process_group out"):
+        ddp.ScaleComState(model, collectives=transport, process_group=group)
+    with pytest.raises(ValueError, match="call torch.distributed.init_process_group"):
+        ddp.ScaleComState(model)
