@@ -99,7 +99,7 @@ TENSORFLOW = "tensorflow_parity tensorflow_tape"
 DDP = f"""
     ddp_* -ddp_devices -ddp_pages -ddp_wrapped_models -{" -".join(NODES.split())}
     torch_amp torch_orders torch_state torch_changed_gradients torch_thrown_away
-    torch_unlike_ranks
+    torch_unlike_ranks torch_momentum::a_step_that_fails_leaves_no_trace
     torch_methods::resuming_is_bit_identical[Momentum-{{}}-new_optimizer]
     torch_methods::resuming_is_bit_identical[Momentum-{{}}-mid_run]"""
 # What depends most on which stream a tensor is in.
@@ -135,9 +135,10 @@ LONG = {
     "kernels": dataclasses.replace(pytest(""), tests=KERNELS),
     "ddp nodes, torchrun -np 4": on_ranks(NODES),
     "programs, mpirun -np 3": on_ranks(PROGRAMS, "-k test_random_programs", environment=MINUTE),
-    # What Gloo has added up before all ranks have come. It needs three ranks.
+    # What Gloo has added up before all ranks have come, and groups that overlap, need three ranks.
     "ddp, torchrun -np 3": on_ranks(
         "torch_unlike_ranks::one_rank_loads_its_residues_and_nothing_is_lost"
+        " ddp_optimizer::groups_that_overlap"
     ),
     "device, one process": pytest("delayed", marks=""),
     "long integration": pytest("integration", SLOW, marks="long and not nightly", alone=True),

@@ -12,6 +12,7 @@ from torch import nn
 
 from scalecom_hvd.ddp import DistributedOptimizer, ScaleCom, broadcast_parameters
 from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives
+from scalecom_hvd.exchange import CollectiveError
 
 ALL = {"dense": (), "warmup_steps": 0, "min_numel": 2}
 
@@ -88,6 +89,39 @@ def test_letting_go_of_what_follows_a_collective_waits_for_nobody():
         del collectives, first
         gc.collect()
     dist.barrier()
+
+
+@pytest.mark.on_cpus
+def test_what_the_other_ranks_have_left_fails_whenever_it_is_waited_for():
+    collectives = ProcessGroupCollectives()
+    for name in ("first", "second"):  # what made the group is then let go
+        collectives.all_reduce(torch.ones(1), name).wait()
+    if dist.get_rank() == 0:
+        work = collectives.all_reduce(torch.ones(1), "third")
+        for _ in range(2):
+            with pytest.raises(CollectiveError, match="third failed. Most often another rank"):
+                work.wait()
+    else:
+        del collectives
+        gc.collect()
+    dist.barrier()
+
+
+@pytest.mark.skipif("dist.get_world_size() < 3", reason="two ranks have only one group of two")
+def test_groups_that_overlap():
+    """One rank is in more groups than the others."""
+    for pair in ((0, 1), (0, 2)):
+        group, model = dist.new_group(pair), nn.Linear(60, 60)
+        broadcast_parameters(model)
+        if dist.get_rank() in pair:
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            method = ScaleCom(rate=10, **ALL)
+            named = model.named_parameters()
+            optimizer = DistributedOptimizer(sgd, named, method, process_group=group)
+            take(model, optimizer, range(3))
+            theirs = model.weight.detach().clone()
+            dist.broadcast(theirs, 0, group=group)
+            assert torch.equal(theirs, model.weight)
 
 
 @pytest.mark.on_cpus
