@@ -11,9 +11,9 @@ import torch.distributed as dist
 from devices import DEVICE
 from faces import hvd
 from models import OPTIMIZERS, SETTINGS, assert_close, same_on_all_ranks
+from test_ddp_sharded import NAMES, fail, local, loss, make_mesh, take
 from test_ddp_sharded import Net as _Net
-from test_ddp_sharded import local, loss, make_mesh, take
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from scalecom_hvd.ddp import ScaleComState, scalecom_hook
@@ -140,8 +140,35 @@ def test_one_node_averages_whole():
     assert_close(model.module, getattr(other, "module", other))
 
 
+def test_a_backward_that_failed_leaves_nothing():
+    """The backward fails on all ranks, when some buckets have come."""
+    net, sent = Net(), set()
+    model, stepped, state = make("sgd", model=net, rate=1)
+    other, optimizer = plain("sgd")
+    for step in range(6):
+        if step == 3:
+            hook = net.first.weight.register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                loss(model, dist.get_rank(), 50).backward()
+            hook.remove()
+            model = DistributedDataParallel(net, bucket_cap_mb=0.002)
+            model.register_comm_hook(state, scalecom_hook)
+        take(model, stepped, step)
+        take(other, optimizer, step)
+        sent.add(state.stats()["bytes_in_node"])
+    assert_close(net, other.module)
+    assert len(sent) == 1
+
+
 def test_what_cannot_work_is_refused():
     mesh = make_mesh()
+    for dimension in (0, 1) if local() > 1 else (0,):
+        falling = DeviceMesh(DEVICE, mesh.mesh.flip(dimension), mesh_dim_names=NAMES)
+        with pytest.raises(ValueError, match="ranks must rise along all dimensions"):
+            ScaleComState(Net(), mesh=falling)
+    some = DeviceMesh(DEVICE, mesh.mesh[:, :1] if local() > 1 else [[0]], mesh_dim_names=NAMES)
+    with pytest.raises(ValueError, match="give both the same"):
+        ScaleComState(DistributedDataParallel(Net()), mesh=some)
     with pytest.raises(ValueError, match="leave process_group and collectives out"):
         ScaleComState(Net(), mesh=mesh, process_group=dist.group.WORLD)
     with pytest.raises(ValueError, match=r"dimensions .*, not \('shard',\)"):

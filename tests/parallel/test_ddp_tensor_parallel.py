@@ -204,6 +204,9 @@ def test_what_cannot_work_is_refused():
         (TypeError, ValueError), match='fully_shard.*mesh=mesh\\["replicate", "shard"\\]'
     ):
         DistributedOptimizer(sgd, model.named_parameters(), mesh=make_mesh("shard", "tp"))
+    sgd = torch.optim.SGD(model.up.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="weight has the placements .* must be sharded over ranks"):
+        DistributedOptimizer(sgd, model.up.named_parameters(), mesh=make_mesh("shard", "tp"))
 
 
 @pytest.mark.skipif("local() == 1", reason="a pipeline has at least two stages")
