@@ -459,10 +459,10 @@ def test_an_optimizer_that_is_made_anew_retires_the_old_one():
 
 
 @both_meshes
-@pytest.mark.parametrize("rate", [1, 5])
-def test_a_backward_that_failed_leaves_nothing(rate):
+@pytest.mark.parametrize(("rate", "passes"), [(1, 1), (5, 1), (5, 2)])
+def test_a_backward_that_failed_leaves_nothing(rate, passes):
     """The backward fails on all ranks. FSDP2 itself begins anew after reset_iter_state()."""
-    model, wrapped = make("sgd", rate=rate)
+    model, wrapped = make("sgd", rate=rate, passes=passes)
     other, optimizer = plain("sgd")
     if not hasattr(model, "reset_iter_state"):
         pytest.skip("this PyTorch cannot go on after a backward that failed")
@@ -470,13 +470,16 @@ def test_a_backward_that_failed_leaves_nothing(rate):
         for m, o in ((model, wrapped), (other, optimizer)):
             o.zero_grad()
             if step in (2, 3):
+                for _ in range(passes - 1):
+                    loss(m, dist.get_rank(), 49).backward()
                 hook = m.first.weight.register_post_accumulate_grad_hook(fail)
                 with pytest.raises(ZeroDivisionError):
                     loss(m, dist.get_rank(), 50).backward()
                 hook.remove()
                 m.reset_iter_state()
                 (o if step == 2 else m).zero_grad()  # the optimizer need not know
-            loss(m, dist.get_rank(), step).backward()
+            for micro in range(passes):
+                loss(m, dist.get_rank(), 10 * step + micro).backward()
             o.step()
     if rate == 1:
         assert_close(model, whole(other))
@@ -500,6 +503,14 @@ def test_reentrant_checkpointing_is_refused():
     model.body = Reentrant()
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         take(model, wrapped, 1)
+
+
+def test_a_step_inside_backward_is_refused():
+    """Its averages would come only when backward ends."""
+    model, wrapped = make()
+    model.first.weight.register_post_accumulate_grad_hook(lambda _: wrapped.step())
+    with pytest.raises(RuntimeError, match=r"inside backward.*call step\(\) after backward"):
+        take(model, wrapped, 0)
 
 
 def test_different_weights_on_nodes_are_refused():
