@@ -48,13 +48,19 @@ def test_residues_of_a_gpu_that_is_not_here():
     assert loading.devices == {"cpu"}
 
 
-def test_a_state_without_this_ranks_key(caplog):
+def test_a_state_without_this_ranks_key(caplog, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")  # every rank may have a machine of its own
     caplog.set_level(logging.WARNING, "scalecom_hvd")
     model, optimizer = make()
-    take(model, optimizer, range(3))
     own = PerRank(optimizer.compression)
+    untrained = own.state_dict()
+    take(model, optimizer, range(3))
     own.load_state_dict(own.state_dict())
+    assert waits(optimizer.compression)
+    own.load_state_dict(untrained)
+    assert not waits(optimizer.compression)
     assert not caplog.text
+    take(model, optimizer, range(3))
     everyone = hvd.allgather_object(own.state_dict())
     saved = {name: own for each in everyone for name, own in each.items()}
     is_new = hvd.rank() == hvd.size() - 1
