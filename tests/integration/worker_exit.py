@@ -1,10 +1,14 @@
-"""Run on every rank by test_training.py: ends right after a step whose model nobody holds."""
+"""Run on every rank by test_training.py: ends right after a step whose model nobody holds.
+
+Each rank also waits for what the other never sends, as after a step that was given up.
+"""
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from scalecom_hvd.ddp import ScaleComState, scalecom_hook
+from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives
 
 
 def train():
@@ -19,4 +23,8 @@ def train():
 
 dist.init_process_group("gloo")
 train()
+collectives = ProcessGroupCollectives()
+for name in ("first", "second"):  # what made the group is then let go
+    collectives.all_reduce(torch.ones(1), name).wait()
+collectives.broadcast(torch.ones(1), 1 - dist.get_rank(), "never sent")
 dist.destroy_process_group()
