@@ -153,6 +153,14 @@ def test_fewer_backward_passes_than_were_announced():
         optimizer.step()
 
 
+def test_a_step_after_synchronize_says_that_it_averages_once_more():
+    model, optimizer = make()
+    backward(model)
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match=r"in `with optimizer.skip_synchronize\(\):`"):
+        optimizer.step()
+
+
 def test_a_schedule_made_before_and_one_made_after():
     model = nn.Linear(60, 60)
     broadcast_parameters(model)
