@@ -321,7 +321,9 @@ def test_ranks_with_other_parameters_are_warned(caplog):
 
 
 @horovods_alone
-def test_what_cannot_work_is_refused():
+def test_what_cannot_work_is_refused(monkeypatch):
+    from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
+
     def wrap(nodes=NODES, **more):
         net = Net()
         sgd = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -332,7 +334,21 @@ def test_what_cannot_work_is_refused():
         wrap(nodes=True)
     with pytest.raises(ValueError, match="nodes=3 does not divide"):
         wrap(nodes=3)
-    for settings in ({"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    with pytest.raises(ValueError, match="nodes= does not work with elastic training"):
+        wrap()
+    monkeypatch.undo()
+    if hvd.size() > 2:  # hosts with one rank and with all others
+        monkeypatch.setattr(stock, "cross_rank", lambda: min(hvd.rank(), 1))
+        with pytest.raises(ValueError, match=r"nodes have 1, \d ranks.*the same number of slots"):
+            wrap(nodes=True)
+        monkeypatch.undo()
+    for settings in (
+        {"op": hvd.Sum},
+        {"gradient_predivide_factor": 2.0},
+        {"process_set": hvd.ProcessSet([0])},
+        {"collectives": HorovodCollectives()},
+    ):
         with pytest.raises(ValueError, match=f"{[*settings][0]} cannot be used with nodes="):
             wrap(**settings)
     trained = make(Horovod, "sgd")

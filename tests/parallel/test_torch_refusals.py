@@ -78,6 +78,25 @@ def test_groups_as_in_horovod():
     assert optimizer.compression.residues.buckets == [["second"], ["first"]]
 
 
+@pytest.mark.parametrize("more", [{}, {"groups": 1}], ids=str)
+def test_the_old_number_of_groups_counts_unless_groups_are_given(more):
+    model = parameters(SHAPES)
+    with pytest.warns(DeprecationWarning, match="num_groups has been replaced by groups"):
+        optimizer = make(model, num_groups=2, **more)
+    take_steps(optimizer, model, [0])
+    assert len(optimizer.compression.residues.buckets) == more.get("groups", 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}, {"process_set": hvd.ProcessSet([0])}],
+    ids=str,
+)
+def test_a_transport_brings_its_ranks(options):
+    with pytest.raises(ValueError, match="collectives= brings its own transport"):
+        make(collectives=HorovodCollectives(), **options)
+
+
 # What only rank 1 has, and how it is refused.
 RATES = "settings differ between ranks.*rate is 20.0 on rank 0 and 40.0 on rank 1"
 DTYPES = "tensors differ between ranks.*dtype.first is .*float32.* on rank 0 and .*bfloat16.* on"
