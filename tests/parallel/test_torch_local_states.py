@@ -151,7 +151,7 @@ def test_own_parameters_are_in_place_before_the_first_forward(order, dtypes):
         elif what == "model":
             copy_into(model, rank_0s)
         else:
-            hvd.broadcast_parameters(model if hvd.rank() % 2 else list(model.items()), root_rank=0)
+            hvd.broadcast_parameters(list(model.items()) if hvd.rank() % 2 else model, root_rank=0)
     assert equal(model, own)
     resumed = []
     learn(again, model, range(6, 13), bad=[6], forwards=resumed)
