@@ -256,6 +256,35 @@ def test_horovods_elastic_states_keep_residues(library, mode):
     assert models.same_on_all_ranks(model.values())
 
 
+@horovods_alone
+@in_every_library
+def test_a_newcomer_of_an_elastic_run_goes_on_where_the_others_are(library, monkeypatch):
+    """The others keep their residues. In Horovod's own optimizer, all meet before a gradient."""
+    from horovod.torch import mpi_ops
+
+    def begin():
+        net = torch.nn.Linear(100, 60)
+        model = dict(net.named_parameters())
+        optimizer, compressor = make(library, model)
+        return model, optimizer, compressor, library.elastic.TorchState(net, optimizer)
+
+    model, optimizer, compressor, state = begin()
+    models.take_steps(optimizer, model, range(3))
+    before = compressor.state_dict()["residues"]["weight"].clone()
+    if hvd.rank() == 1:
+        model, optimizer, compressor, state = begin()
+    # Horovod has started again.
+    monkeypatch.setattr(mpi_ops, "_handle_map", dict(mpi_ops._handle_map))
+    state.sync()
+    assert compressor.stats()["step"] == 3 or library is hvd
+    residue = compressor.state_dict()["residues"]["weight"]
+    assert not residue.any() if hvd.rank() == 1 else torch.equal(residue, before)
+    models.take_steps(optimizer, model, range(3, 6))
+    assert compressor.stats()["step"] == 6
+    assert compressor.stats()["bytes_values"] > 0
+    assert models.same_on_all_ranks(model.values())
+
+
 def let_rank_1_go_back(optimizer, compressor, model):
     """Train. Load step 3 on rank 1, and step 5 on all other ranks. Return this rank's residues."""
     models.take_steps(optimizer, model, range(3))
