@@ -54,3 +54,9 @@ def test_horovod_on_two_hosts(machine, launched, launcher):
     assert ranks_per_node == 2
     expected, _ = result(launched("mpirun", 4, [WORKER, "2"], limit=100))
     assert weights == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_rank_that_fails_between_synchronisations_waits_for_nobody(launched):
+    """Otherwise it would wait five minutes for the other rank, which waits for it."""
+    output = launched("mpirun", 2, [WORKER, "2", "fails"], fails=True, limit=200)
+    assert "ArithmeticError: in the script" in output

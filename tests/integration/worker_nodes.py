@@ -1,4 +1,7 @@
-"""A rank of test_nodes.py: trains on Horovod with nodes, and prints the result."""
+"""A rank of test_nodes.py: trains on Horovod with nodes, and prints the result.
+
+Arguments: what nodes= is, and "fails" if rank 1 raises an error in the middle of local steps.
+"""
 
 import json
 import sys
@@ -20,7 +23,7 @@ def counts_late(node, is_sound, step, *votes):
     return counts(node, is_sound, step, *votes)
 
 
-def train(**settings):
+def train(fails=False, **settings):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 1))
     optimizer = hvd.DistributedOptimizer(
@@ -31,7 +34,9 @@ def train(**settings):
         **settings,
     )
     random = torch.Generator().manual_seed(hvd.rank())
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        if fails and hvd.rank() == 1 and step == 5:  # rank 0 waits for this rank after step 8
+            raise ArithmeticError("in the script")
         inputs = torch.randn(8, 40, generator=random)
         optimizer.zero_grad()
         (model(inputs) - inputs.sum(1, keepdim=True).sin()).square().mean().backward()
@@ -48,4 +53,4 @@ if hvd.rank() == 0:
     weights = [p.double().sum().item() for p in model.parameters()]
     print("RESULT", json.dumps([weights, optimizer.compression.stats()["ranks_per_node"]]))
 # The first node ends while averages travel, and before the other node has averaged inside.
-train(local_steps=4, overlap=1)
+train(fails=sys.argv[2:] == ["fails"], local_steps=4, overlap=1)
