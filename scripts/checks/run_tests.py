@@ -134,6 +134,13 @@ LONG = {
     ),
     "kernels": dataclasses.replace(pytest(""), tests=KERNELS),
     "ddp nodes, torchrun -np 4": on_ranks(NODES),
+    # Nodes, and process sets, that have several ranks and do not begin at rank 0.
+    "torch nodes, mpirun -np 4": on_ranks(
+        "torch_optimizer::process_sets_have_leaders_of_their_own"
+        " torch_nodes::a_node_is_one_worker_of_the_reference torch_nodes::nothing_is_lost"
+        " torch_nodes::what_cannot_work_is_refused"
+        " torch_node_steps::a_node_is_one_worker torch_node_steps::nothing_is_lost"
+    ),
     "programs, mpirun -np 3": on_ranks(PROGRAMS, "-k test_random_programs", environment=MINUTE),
     # What Gloo has added up before all ranks have come, and groups that overlap, need three ranks.
     "ddp, torchrun -np 3": on_ranks(
