@@ -543,7 +543,7 @@ class Exchange(Averager):
         submitted, has_ended, chosen, names = self._last
         elements = {n: self._like[n].numel() for n in names if n not in self._elsewhere}
         step, size = max(self.residues.step - has_ended, 0), self.collectives.size
-        chose = self.leader_at(step, 0) if size else 0
+        chose = self.leader_at(step + self.residues.config.lookahead, 0) if size else 0
         numbers = step_stats(size, chose, elements, chosen, **submitted)
         if self.node is not None:
             numbers |= {"ranks_per_node": self.node.size, "bytes_in_node": self.node.bytes_sent}

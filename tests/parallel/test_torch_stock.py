@@ -132,6 +132,22 @@ def test_stats_before_the_first_step_of_an_elastic_run():
     assert (stats["step"], stats["collectives"]) == (0, 0)
 
 
+def test_stats_are_those_of_look_ahead_with_a_bucket_for_each_tensor():
+    found = []
+    for library, more in ((hvd, {}), (dropin, {"lookahead": True, "bits": 32})):
+        model = models.parameters(SHAPES)
+        optimizer, compressor = models.wrap(library, model, rate=20, warmup_steps=2, **more)
+        for step in range(4):
+            models.take_steps(optimizer, model, [step])
+            found.append(compressor.stats())
+    alike = ("step", "leader", "rate", "bytes_offsets", "bytes_values", "residue_norm")
+    for own, other in zip(found[:4], found[4:], strict=True):
+        assert [own[name] for name in alike] == pytest.approx([other[name] for name in alike])
+        told = 4  # the bytes by which ranks tell each other of bad gradients
+        assert own["bytes_dense"] == other["bytes_dense"] - told
+        assert own["collectives"] == len(SHAPES) + (own["bytes_offsets"] > 0)
+
+
 def test_averages_are_averaged_again_after_loading():
     """A new optimizer's ranks know only when its first step ends that nothing was new."""
     model = models.parameters(SHAPES)
