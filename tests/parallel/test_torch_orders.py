@@ -174,10 +174,13 @@ def frozen_on_one_rank(optimizer, model, step):
 
 
 def frozen_for_a_while(optimizer, model, step):
-    model["second"].requires_grad_(step not in (2, 3))
+    """It stays where it is, though its residue waits."""
+    is_frozen, before = step in (2, 3), model["second"].detach().clone()
+    model["second"].requires_grad_(not is_frozen)
     optimizer.zero_grad()
     backward(model, step)
     optimizer.step()
+    assert torch.equal(model["second"], before) == is_frozen
 
 
 def without_backward(optimizer, model, step):
