@@ -160,8 +160,10 @@ def test_parity_of_every_kind_of_round(compression, kind):
 def test_recipes():
     hold_to_the_oracle(hvd.Compression.none)  # plain local SGD
     hold_to_the_oracle(**hvd.diloco(4), steps=24, outers=nesterov(0.7, 0.9))
+    assert (hvd.diloco()["local_steps"], hvd.sparseloco()["local_steps"]) == (500, 30)
     made = hvd.sparseloco(4, rate=20)["compression"]
-    assert (made.decay, made.average) == (0.95, "contributors")
+    assert (made.decay, made.average, made.config.rate) == (0.95, "contributors", 20)
+    assert (type(made.quantiser), made.config.beta) == (hvd.BinMeans, 1.0)
     config = made.config.replace(**ONE_BUCKET)
     hold_to_the_oracle(
         hvd.LocalTopK(
