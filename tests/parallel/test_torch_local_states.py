@@ -321,3 +321,31 @@ def test_a_commit_is_restored_twice(local_steps):
     state.sync()  # other ranks came, and nothing was lost
     learn(optimizer, model, range(6, 8))
     assert equal(model, straight)
+
+
+@horovods_alone
+def test_a_commit_fails_whole_if_averages_that_travel_are_lost(monkeypatch):
+    """Other ranks may have them, so this rank keeps its last commit."""
+    from scalecom_hvd.torch.horovod_collectives import HorovodWork
+
+    straight, model = begin(), begin()
+    learn(make(straight, momentum=MOMENTUM, overlap=3)[0], straight, range(8))
+    optimizer, _ = make(model, momentum=MOMENTUM, overlap=3)
+    state = elastic_state(model, optimizer)
+    learn(optimizer, model, range(2))
+    state.save()
+    learn(optimizer, model, range(2, 4))
+    wait = HorovodWork.wait
+
+    def lost(work):
+        wait(work)
+        raise hvd.HorovodInternalError("a worker was lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HorovodWork, "wait", lost)
+        with pytest.raises(hvd.HorovodInternalError):
+            state.save()
+    state.restore()
+    state.sync()
+    learn(optimizer, model, range(2, 8))
+    assert equal(model, straight)
