@@ -256,6 +256,26 @@ def test_a_warning_says_that_ddp_averages_over_all_nodes(is_right, caplog):
     assert len(said) == (not is_right)
 
 
+@on_every_face
+def test_nodes_that_have_taken_different_numbers_of_steps_are_refused(face):
+    trained = make(face, optimizer="sgd")
+    states = []
+    for step in range(2):
+        trained.take(step)
+        states.append(through_a_file(trained.optimizer.compression.state_dict()))
+    trained.optimizer.compression.load_state_dict(states[hvd.rank() // local()])
+    with pytest.raises(RuntimeError, match="different numbers of steps"):
+        trained.take(2)
+
+
+@pytest.mark.parametrize("face", [face for face in FACES if not issubclass(face, Sharded)])
+def test_a_parameter_with_gaps_in_its_memory_is_refused(face):
+    net = Line()
+    net.extra.weight = torch.nn.Parameter(torch.zeros(6, 24).double()[:, ::2])
+    with pytest.raises(ValueError, match="extra.weight has gaps in its memory"):
+        make(face, net)
+
+
 @pytest.mark.skipif(Horovod not in FACES, reason="of Horovod's face alone")
 def test_a_closure_is_refused():
     with pytest.raises(ValueError, match="takes no closure"):
