@@ -396,6 +396,7 @@ def test_a_process_set(members):
         assert (stats["local_steps_taken"], stats["local_steps_skipped"]) == (4, 1)
         if some.included():
             assert models.same_on_all_ranks(model.values(), process_set=some)
+        assert not models.same_on_all_ranks(model.values())
     finally:
         hvd.remove_process_set(some)
 
