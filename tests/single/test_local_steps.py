@@ -291,6 +291,8 @@ def test_a_newcomer_takes_over_what_the_others_have(more, at, new, first):
         assert_same(states, states[:1] * 3)
         groups = [{**one.outer.param_groups[0], "params": 0} for one in later.locals]
         assert groups == [{**ranks.locals[0].outer.param_groups[0], "params": 0}] * 3
+        rate = ranks.locals[0].outer.param_groups[0]["lr"]
+        assert {type(group["lr"]) for group in groups} == {type(rate)}  # a tensor stays one
 
 
 @pytest.mark.parametrize("made", ["anew", "before"])
