@@ -233,7 +233,12 @@ def all_the_same(parameter, grad):
     parameter.grad = grad[:1, :1, :1, :1].clone().expand(grad.shape)
 
 
-@pytest.mark.parametrize("give", [channels_last, with_gaps, all_the_same])
+def rows_the_same(parameter, grad):
+    parameter.grad = grad[:1].clone().expand(grad.shape)
+    grad.copy_(parameter.grad)
+
+
+@pytest.mark.parametrize("give", [channels_last, with_gaps, all_the_same, rows_the_same])
 def test_gradients_that_are_not_contiguous(give):
     shapes, layout = {"conv": (16, 8, 3, 4)}, torch.contiguous_format
     if give is channels_last:
