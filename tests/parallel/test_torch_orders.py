@@ -109,6 +109,14 @@ def set_by_hand(optimizer, model, step):
     optimizer.step()
 
 
+def set_by_hand_on_one_rank(optimizer, model, step):
+    optimizer.zero_grad()
+    if step % hvd.size() == hvd.rank():
+        set_by_hand(optimizer, model, step)
+    else:
+        optimizer.step()
+
+
 def given_up(optimizer, model, step):
     """A state is loaded between backward() and step().
 
@@ -198,6 +206,7 @@ ORDERS = {
     zeroed_in_place: (STEPS, True),
     in_more_passes: (STEPS, True),
     set_by_hand: (STEPS, True),
+    set_by_hand_on_one_rank: (STEPS, False),
     given_up: (STEPS, True),
     clipped: (STEPS, False),
     clipped_without_skip_synchronize: (STEPS, False),
@@ -247,6 +256,22 @@ def test_half_precision_is_averaged_again():
     for parameter in model.values():
         assert parameter.grad.dtype == torch.float16
         assert bool((parameter.grad == (hvd.size() - 1) / 2).all())
+
+
+@horovods_alone
+def test_sparse_gradients_are_averaged_again():
+    """The script puts the same values into other rows on each rank."""
+    model = models.parameters({"table": (20, 6)})
+    optimizer, _ = make(hvd, EVERYTHING, model)
+    torch.nn.functional.embedding(torch.tensor([3]), model["table"], sparse=True).sum().backward()
+    optimizer.synchronize()
+    own = torch.zeros(20, 6)
+    own[hvd.rank()] = 1
+    model["table"].grad.zero_().add_(own.to_sparse(1))
+    optimizer.synchronize()
+    expected = torch.zeros(20, 6)
+    expected[: hvd.size()] = 1 / hvd.size()
+    torch.testing.assert_close(model["table"].grad.to_dense(), expected)
 
 
 @in_every_library
