@@ -143,6 +143,8 @@ def test_a_frozen_tensors_residue_does_not_fade():
     assert before.any()
     assert not averages[0]["second"].any()
     assert torch.equal(residues_of(simulation)[0]["second"], before)
+    averages = simulation.step(as_tensors(made_up(2, 2)))  # the script gives it a gradient
+    assert averages[0]["second"].any()
 
 
 # What is refused.
