@@ -5,6 +5,7 @@ When one fails, all of them raise the error, and none waits forever.
 
 import contextlib
 import copy
+import time
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from scalecom_hvd.agreement import Names
 from scalecom_hvd.exchange import ScaleCom
 from scalecom_hvd.exchange.methods import LocalTopK, RandomK
 from scalecom_hvd.exchange.optimizer_gradients import StartsAlike
-from scalecom_hvd.exchange.simulator import Network, SimulatedCollectives, Simulation
+from scalecom_hvd.exchange.simulator import Network, SimulatedCollectives, SimulatedWork, Simulation
+from scalecom_hvd.rate_controller import RateController
 from scalecom_hvd.reference import ScaleComReference
 from scalecom_hvd.stages import LADDER, START, WHOLE
 
@@ -127,6 +129,28 @@ def test_a_resumed_run_has_the_rung_of_the_saved_one_or_its_own_rate(before, aft
         step_as(reference, second, made_up(2, step), 1e-6)
         if after == "auto":
             reference.take_rung(resumed.rung)
+
+
+def test_a_rate_follows_what_steps_expose(monkeypatch):
+    """What a rank waits for at a step's end, and how long it took since the last one."""
+    noted, wait = [], SimulatedWork.wait
+
+    class Notes(RateController):
+        def note(self, *seconds):
+            noted.append(seconds)
+
+    def slow(work):
+        time.sleep(0.02)
+        return wait(work)
+
+    monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", Notes)
+    monkeypatch.setattr(SimulatedWork, "wait", slow)
+    simulation = simulate(2, rate="auto")
+    for step in range(4):
+        time.sleep(0.03)
+        simulation.step(as_tensors(made_up(2, step)))
+    assert len(noted) == 2  # the first ranks agree in, and the second is the first to be measured
+    assert all(0.02 <= exposed <= seconds - 0.03 for seconds, exposed in noted)
 
 
 def test_a_newcomer_takes_the_rung_of_the_others(monkeypatch):
