@@ -1,5 +1,7 @@
 """One bucket, and how its step advances, without ranks and without an exchange."""
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -62,6 +64,31 @@ def test_an_owner_that_is_dropped_lives_until_it_has_done_all():
     del owner
     wait_for_kept()
     assert len(done) == 20
+
+
+TO_ITS_END = """
+from scalecom_hvd.exchange.background_thread import BackgroundThread
+
+class Busy:
+    left = 200
+
+    def __init__(self):
+        self.thread = BackgroundThread(self, self.go_on)
+
+    def go_on(self):
+        self.left -= 1
+        if not self.left:
+            print("it has done all", flush=True)
+        return self.left > 0
+
+Busy.owner = Busy()
+Busy.owner.thread.keep_owner()
+"""
+
+
+def test_a_process_ends_when_it_has_done_all():
+    ran = subprocess.run([sys.executable, "-c", TO_ITS_END], capture_output=True, check=True)
+    assert ran.stdout == b"it has done all\n"
 
 
 MOVES = {
