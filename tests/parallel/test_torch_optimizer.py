@@ -315,7 +315,7 @@ def test_zero_grad_between_backward_and_step_is_refused():
 
 NAMED = {
     "generator": (lambda net: net.named_parameters(), ["0.weight", "1.weight"]),
-    "none": (lambda net: None, ["allreduce.noname.0.0", "allreduce.noname.0.2"]),
+    "none": (lambda net: None, ["allreduce.noname.0.0", "allreduce.noname.1.0"]),
     "tied": (lambda net: net.named_parameters(remove_duplicate=False), ["0.weight"]),
 }
 
@@ -326,9 +326,9 @@ def test_names(kind):
     net = torch.nn.Sequential(torch.nn.Linear(60, 60), torch.nn.Linear(60, 60))
     if kind == "tied":
         net[1].weight = net[0].weight
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.1), names_of(net), compression=hvd.ScaleCom
-    )
+    groups = [{"params": layer.parameters()} for layer in net] if kind == "none" else None
+    sgd = torch.optim.SGD(groups or net.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, names_of(net), compression=hvd.ScaleCom)
     for step in range(4):
         optimizer.zero_grad()
         torch.manual_seed(step * 10 + hvd.rank())
