@@ -133,9 +133,13 @@ def test_a_resumed_run_has_the_rung_of_the_saved_one_or_its_own_rate(before, aft
 
 def test_a_rate_follows_what_steps_expose(monkeypatch):
     """What a rank waits for at a step's end, and how long it took since the last one."""
-    noted, wait = [], SimulatedWork.wait
+    noted, began, wait = [], [], SimulatedWork.wait
 
     class Notes(RateController):
+        def __init__(self, *start):
+            super().__init__(*start)
+            began.append(start)
+
         def note(self, *seconds):
             noted.append(seconds)
 
@@ -151,6 +155,11 @@ def test_a_rate_follows_what_steps_expose(monkeypatch):
         simulation.step(as_tensors(made_up(2, step)))
     assert len(noted) == 2  # the first ranks agree in, and the second is the first to be measured
     assert all(0.02 <= exposed <= seconds - 0.03 for seconds, exposed in noted)
+    resumed = simulate(2, rate="auto")
+    for compressor, saved in zip(resumed.compressors, simulation.compressors, strict=True):
+        compressor.load_state_dict(saved.state_dict())
+    resumed.step(as_tensors(made_up(2, 4)))
+    assert began == [(2, START, True), (2, START, False)]  # whether the run is new
 
 
 def test_a_newcomer_takes_the_rung_of_the_others(monkeypatch):
