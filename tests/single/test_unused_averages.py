@@ -9,30 +9,37 @@ from scalecom_hvd.exchange import Exchange, Options, ScaleCom
 from scalecom_hvd.exchange.simulator import Network, SimulatedCollectives
 from scalecom_hvd.exchange.unused_averages import TRIAL, UnusedAverages
 
+BOTH = {"weight", "other"}
+
 
 class Script:
-    """A weight, its optimizer and its exchange."""
+    """Two weights in buckets of their own, their optimizer and their exchange."""
 
     def __init__(self, warmup_steps):
-        self.weight = torch.nn.Parameter(torch.zeros(300))
-        self.optimizer = torch.optim.SGD([self.weight], lr=0.1)
+        self.weight, other = (torch.nn.Parameter(torch.zeros(300)) for _ in range(2))
+        self.weights = {"weight": self.weight, "other": other}
+        self.optimizer = torch.optim.SGD(self.weights.values(), lr=0.1)
         settings = {"rate": 10, "bits": 32, "beta": 1.0, "min_numel": 0, "dense": ()}
         self.method = ScaleCom(**settings, warmup_steps=warmup_steps)
-        like = {"weight": self.weight}
-        unused = Options(unused=UnusedAverages(like, calls_hooks=True))
+        unused = UnusedAverages(self.weights, calls_hooks=True)
+        options = Options([["weight"], ["other"]], unused=unused)
         transport = SimulatedCollectives(Network(1), 0)
-        self.exchange = Exchange(like, self.method, transport, unused)
+        self.exchange = Exchange(self.weights, self.method, transport, options)
 
     def step(self, uses=True, flawed=False):
         """Average a gradient, and use its average, or zero it."""
-        (self.weight * torch.randn(300)).sum().backward()
-        if flawed:
-            self.weight.grad[7] = torch.nan
-        self.exchange.ready("weight", self.weight.grad.view(-1))
+        self.report(flawed)
         self.exchange.finish()
         if uses:
             self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def report(self, flawed=False):
+        sum((p * torch.randn(300)).sum() for p in self.weights.values()).backward()
+        if flawed:
+            self.weight.grad[7] = torch.nan
+        for name, weight in self.weights.items():
+            self.exchange.ready(name, weight.grad.view(-1))
 
     def seen(self):
         """The number of exchanges whose averages were thrown away, and what went back last."""
@@ -53,7 +60,7 @@ def test_steps_that_are_sent_whole_are_no_trial(warmup_steps, uses, caplog):
     assert not torch.equal(residue, before)
     script.step(flawed=True)  # this step is rolled back to the residues that went back
     torch.testing.assert_close(residue, before, rtol=0, atol=1e-6)
-    assert script.seen() == (1, {"weight"})
+    assert script.seen() == (1, BOTH)
     script.step()
     assert script.seen() == (1, set())
     assert not caplog.records
@@ -77,8 +84,7 @@ def test_what_went_back_counts_once_if_its_step_is_given_up():
     script = Script(warmup_steps=0)
     script.step()
     script.step(uses=False)
-    (script.weight * 2).sum().backward()
-    script.exchange.ready("weight", script.weight.grad.view(-1))
+    script.report()
     script.exchange.abort()
     script.step()
-    assert script.seen() == (1, {"weight"})
+    assert script.seen() == (1, BOTH)
