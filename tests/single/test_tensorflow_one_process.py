@@ -1,17 +1,21 @@
 """Tests of the TensorFlow drop-ins that need no second rank."""
 
+import gc
 import inspect
+import weakref
 
 import horovod.tensorflow as horovod
 import horovod.tensorflow.keras as horovod_keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
 
 import scalecom_hvd.tensorflow as hvd
 import scalecom_hvd.tensorflow.keras as hvd_keras
 from scalecom_hvd.recent_norms import RecentNorms
 from scalecom_hvd.tensorflow.residues import Progress, shares_of
+from scalecom_hvd.tensorflow.transport import Transport
 
 
 @pytest.mark.parametrize(
@@ -135,23 +139,26 @@ def test_norms_that_are_damaged_are_refused_and_change_nothing(norms):
     assert progress.as_dict()["step"] == 5
 
 
+def variables(*sizes, dtype=tf.float32):
+    return [tf.Variable(tf.zeros(n, dtype), name=f"v{n}") for n in sizes]
+
+
 @pytest.fixture
 def alone(monkeypatch):
     """A run whose other ranks are yet to come: this one exchanges its gradients with itself.
 
-    Return a step: it takes a ScaleCom, and gradients of the variables that it has made.
+    Return a step: it takes a ScaleCom, gradients of its `variables`, and arguments of the tape.
     """
     hvd.init()
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    variables = [tf.Variable(tf.zeros(n), name=f"v{n}") for n in (3000, 50)]
 
-    def step(compression, *gradients):
+    def step(compression, *gradients, **arguments):
         with tf.GradientTape() as tape:
-            loss = sum(tf.reduce_sum(v * g) for v, g in zip(variables, gradients, strict=True))
-        tape = hvd.DistributedGradientTape(tape, compression=compression)
-        return tape.gradient(loss, variables)
+            loss = sum(tf.reduce_sum(v * g) for v, g in zip(step.variables, gradients, strict=True))
+        tape = hvd.DistributedGradientTape(tape, compression=compression, **arguments)
+        return tape.gradient(loss, step.variables)
 
-    step.variables = variables
+    step.variables = variables(3000, 50)
     return step
 
 
@@ -174,13 +181,37 @@ def test_residues_that_keep_growing_are_reported_once(alone, capfd, caplog, monk
     assert capfd.readouterr().err.count("residues keep growing") == 1
 
 
-def test_the_stats_of_a_warm_up(alone):
-    compression, seen = hvd.ScaleCom(rate=20, bits=32, warmup_steps=2), []
+@pytest.mark.parametrize(
+    ("dtype", "bits", "compressed"),
+    [
+        (tf.float32, 32, [4 * 51, 4 * 150, 150, 2]),
+        # Eight integers to a word, with a scale and a count. What is dense has another bucket.
+        (tf.float16, 4, [4 * 51 + 4, 4 * 19, 150 + 4, 3]),
+    ],
+    ids=str,
+)
+def test_the_stats_of_a_warm_up(alone, dtype, bits, compressed):
+    """What is sent whole is sent in float32, float16 too."""
+    alone.variables = variables(3000, 50, dtype=dtype)
+    compression, seen = hvd.ScaleCom(rate=20, bits=bits, warmup_steps=2), []
     for _ in range(3):
-        alone(compression, tf.ones(3000), tf.ones(50))
-        stats = compression.stats()
-        seen.append([stats[name] for name in ("bytes_dense", "bytes_values", "collectives")])
-    assert seen == [[4 * 3050, 0, 2]] * 2 + [[4 * 51, 4 * 150, 2]]
+        alone(compression, tf.ones(3000, dtype), tf.ones(50, dtype))
+        stats, of = compression.stats(), ("dense", "values", "offsets")
+        seen.append([*(stats[f"bytes_{what}"] for what in of), stats["collectives"]])
+    assert seen == [[4 * 3050, 0, 0, 2]] * 2 + [compressed]
+
+
+def test_two_models_of_one_scalecom(alone):
+    """A glob may match the first of them alone. stats() adds up what both send."""
+    compression = hvd.ScaleCom(rate=20, bits=32, dense=["v60"])
+    for sizes in ((3000, 60), (4000,)):
+        alone.variables = variables(*sizes)
+        alone(compression, *map(tf.ones, sizes))
+    assert compression.state_dict()["residues"].keys() == {"v3000", "v4000"}
+    stats = compression.stats()
+    assert (stats["step"], stats["rate"], stats["collectives"]) == (1, 20, 4)
+    sent = [stats[f"bytes_{what}"] for what in ("dense", "values", "offsets")]
+    assert sent == [4 * 62, 4 * 350, 350]
 
 
 def test_a_state_of_more_ranks_is_noticed_once(alone, caplog):
@@ -204,6 +235,49 @@ def test_a_state_of_more_ranks_is_noticed_once(alone, caplog):
     assert ranks(resumed) == 1
 
 
+def test_a_load_sets_a_run_back(alone):
+    """It does so for every series of gradients. Before the first step, there was nothing."""
+    compression = hvd.ScaleCom(rate=20)
+    before = compression.state_dict()
+
+    def step(number):
+        with tf.GradientTape(persistent=True) as tape:
+            losses = [tf.reduce_sum(v * v * number + v) for v in alone.variables]
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        for sources in (alone.variables[:1], alone.variables):
+            tape.gradient(losses, sources)
+
+    step(1)
+    saved = compression.state_dict()
+    assert saved["residues"].keys() == {"v3000", "v3000#1"}
+    step(2)
+    compression.load_state_dict(saved)
+    np.testing.assert_equal(compression.state_dict(), saved)
+    compression.load_state_dict(before)
+    now = compression.state_dict()
+    assert now["step"] == compression.stats()["residue_norm"] == 0
+    assert set(map(tuple, now["recent_norms"].values())) == {(0, 0)}
+
+
+def test_a_resumed_run_with_another_variable(alone):
+    """What it sends whole is no part of the state. It goes on at the step of the others."""
+    compression, resumed = hvd.ScaleCom(rate=20), hvd.ScaleCom(rate=20)
+    alone(compression, tf.ones(3000), tf.ones(50))
+    resumed.load_state_dict(compression.state_dict())
+    alone.variables = variables(3000, 60)
+    alone(resumed, tf.ones(3000), tf.ones(60))
+    assert resumed.stats()["step"] == 2
+
+
+def test_a_tape_with_other_arguments(alone):
+    """They hold from then on, with the residues and the step that exist."""
+    compression = hvd.ScaleCom(rate=20, bits=32)
+    for groups, buckets in ((None, 1), (2, 2)):
+        alone(compression, tf.ones(3000), tf.ones(50), groups=groups)
+        assert len(compression.exchanges()[0].buckets) == buckets
+    assert compression.stats()["step"] == 2
+
+
 def test_a_sync_keeps_the_residues_that_a_restore_goes_back_to(alone):
     compression = hvd.ScaleCom(rate=20)
     state = hvd.elastic.TensorFlowState(alone.variables, batch=0)
@@ -215,6 +289,51 @@ def test_a_sync_keeps_the_residues_that_a_restore_goes_back_to(alone):
     found = compression.state_dict()
     assert found["step"] == kept["step"] == 1
     np.testing.assert_array_equal(found["residues"]["v3000"], kept["residues"]["v3000"])
+
+
+def test_a_worker_that_is_lost_while_ranks_meet(alone, monkeypatch):
+    """hvd.elastic.run survives it. When Horovod runs again, ranks meet again."""
+    state = hvd.elastic.TensorFlowState(alone.variables, batch=0)
+
+    def fail(*_):
+        raise tf.errors.UnknownError(None, None, message)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Transport, "gather_objects", fail)
+        message = "HorovodAllgather has failed"
+        state.reset()
+        with pytest.raises(HorovodInternalError):
+            state.sync()
+        message = "something else"
+        with pytest.raises(tf.errors.UnknownError, match=message):
+            state.sync()
+    state.sync()
+
+
+@pytest.mark.parametrize(("traced", "steps"), [(False, 2), (True, 1)])
+def test_a_second_training_of_the_same_variables(alone, traced, steps, caplog):
+    """The old ScaleCom is gone, but it was not made anew in every step."""
+    first = hvd.ScaleCom(rate=20)
+    run = tf.function(alone, autograph=False) if traced else alone
+    for _ in range(steps):
+        run(first, tf.ones(3000), tf.ones(50))
+    gone = weakref.ref(first)
+    del first, run
+    gc.collect()
+    assert gone() is None
+    alone(hvd.ScaleCom(rate=20), tf.ones(3000), tf.ones(50))
+    assert "a new ScaleCom serves this tape's variables" in caplog.text
+
+
+def test_a_run_that_is_too_short_for_its_rate(alone, caplog):
+    alone(hvd.ScaleCom(rate=20, total_steps=10), tf.ones(3000), tf.ones(50))
+    assert "each element is sent 0.5 times" in caplog.text
+
+
+def test_a_variable_whose_shape_is_not_known(alone):
+    alone.variables = [tf.Variable(tf.zeros(9), shape=tf.TensorShape([None]), name="open")]
+    with pytest.raises(TypeError, match="open has the shape .* which must be known"):
+        alone(hvd.ScaleCom(), tf.ones(9))
 
 
 @pytest.mark.parametrize("face", [hvd, hvd_keras], ids=["tensorflow", "keras"])
@@ -229,6 +348,17 @@ def test_what_is_no_optimizer_or_no_compression_is_refused_by_one_process_too(fa
         _ = face.LocalTopK
     with pytest.raises(AttributeError, match="has no attribute 'LocalTopKK'"):
         _ = face.LocalTopKK
+
+
+def test_a_callback_finds_the_scalecom_inside_of_a_loss_scale():
+    hvd.init()
+    compression = hvd.ScaleCom(loss_scale=lambda: model.optimizer.loss_scale)
+    optimizer = hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(), compression=compression)
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    model.compile(tf.keras.mixed_precision.LossScaleOptimizer(optimizer), "mse")
+    callback = hvd_keras.MonitorCallback(every=1)
+    model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, callbacks=[callback])
+    assert callback.monitor.line == "0 MB, rate 1"
 
 
 def test_a_tape_without_a_compression():
