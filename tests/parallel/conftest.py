@@ -98,6 +98,14 @@ def together():
 
 
 @pytest.fixture
+def elastic_run(monkeypatch):
+    """A run of TensorFlow in which ranks may come and go. They have not met."""
+    gc.collect()
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    monkeypatch.setattr("scalecom_hvd.tensorflow.exchange._kept", None)
+
+
+@pytest.fixture
 def shared_folder():
     """A folder that torchrun's rank 0 makes and removes."""
     import torch.distributed as dist

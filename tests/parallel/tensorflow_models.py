@@ -62,13 +62,11 @@ def inputs(rank, count=24) -> tuple[np.ndarray, np.ndarray]:
     return x.astype(np.float32), np.zeros((count, 1), np.float32)
 
 
-def total_residue(compression, name) -> np.ndarray:
+def total_residue(compression, name, process_set=hvd.global_process_set) -> np.ndarray:
     """A variable's residues, summed over all ranks. They are zero if it is sent whole."""
     residue = compression.state_dict()["residues"].get(name)
-    return (
-        0.0
-        if residue is None
-        else hvd.allreduce(
-            tf.constant(residue / compression.config.beta), op=hvd.Sum, name=f"left.{name}"
-        ).numpy()
-    )
+    if residue is None:
+        return 0.0
+    waits = tf.constant(residue / compression.config.beta)
+    options = {"op": hvd.Sum, "name": f"left.{name}", "process_set": process_set}
+    return hvd.allreduce(waits, **options).numpy()
