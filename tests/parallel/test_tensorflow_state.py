@@ -264,6 +264,62 @@ def test_a_newcomer_starts_with_empty_residues(caplog):
     assert same_on_all_ranks([tf.constant(average) for average in sent[-1].values()])
 
 
+@pytest.fixture
+def joined(elastic_run):
+    """joined(number, given, settings) -> Steps that have trained, except on the last rank.
+
+    That rank has forgotten everything, as if it had just come. Its new ScaleComs have the settings.
+    given: the shapes of the variables that had gradients.
+    """
+
+    def join(number=1, given=FEW, **settings):
+        steps = [Step(variables(FEW), scalecom()) for _ in range(number)]
+        for i in range(number):  # no variable may keep a step
+            run(steps[i], range(2), given)
+        if hvd.rank() == hvd.size() - 1:
+            steps = [Step(variables(FEW), scalecom(**settings)) for _ in range(number)]
+        elastic.TensorFlowState([*steps[0].model.values()], batch=0).reset()
+        return steps
+
+    return join
+
+
+def test_a_new_rank_takes_part_in_the_exchanges_of_two_scalecoms(joined):
+    """Their variables have the same names. The other ranks' functions are not traced again."""
+    for step in joined(2):
+        (sent,) = run(step, [2])
+        assert step.compression.stats()["step"] == 3
+        assert same_on_all_ranks([tf.constant(average) for average in sent.values()])
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "says"),
+    [
+        (FEW, {"rate": 40}, "rate is 20.0 on rank 0 and 40.0 on rank 1"),
+        ({"first": FEW["first"]}, {}, "ranks that trained before send no gradient of bias"),
+    ],
+    ids=["settings", "gradients"],
+)
+def test_a_new_rank_that_differs_is_refused(joined, given, settings, says):
+    (step,) = joined(1, given, **settings)
+    if hvd.rank() == hvd.size() - 1:
+        with pytest.raises(RuntimeError, match=says):
+            run(step, [2])
+
+
+def test_ranks_that_meet_go_on_at_the_step_of_the_first(elastic_run):
+    """Its weights count, too."""
+    compression = scalecom()
+    step = Step(variables(FEW), compression)
+    run(step, range(2))
+    state = compression.state_dict()
+    (label,) = state["exchanges"]
+    own = state["exchanges"][label] | {"step": 5 + hvd.rank()}
+    compression.load_state_dict(state | {"exchanges": {label: own}})
+    elastic.TensorFlowState([*step.model.values()], batch=0).reset()
+    assert compression.stats()["step"] == 5
+
+
 @pytest.mark.long
 def test_variables_that_thaw_after_a_resume():
     """Variables that were not there when the state was saved start with empty residues."""
