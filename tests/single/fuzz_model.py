@@ -283,7 +283,8 @@ class Truth:
             self._check(grads, scale, frozen, seen)
         reference = self.reference
         assert (seen[0].step, seen[0].skipped) == (reference.step_number, self.skipped)
-        assert seen[0].leader == max(reference.step_number - 1, 0) % self.setting.n
+        chosen_for = max(reference.step_number - 1, 0) + self.setting.config.lookahead
+        assert seen[0].leader == chosen_for % self.setting.n
 
     def _check(self, grads, scale, frozen, seen) -> None:
         reference, config = self.reference, self.setting.config
