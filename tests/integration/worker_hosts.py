@@ -1,6 +1,6 @@
 """One rank on one host of test_hosts.py.
 
-The first argument says what it does: all-reduce, succeed, fail or hang.
+The first argument says what it does: all-reduce or hang.
 """
 
 import json
@@ -48,19 +48,9 @@ def all_reduce(numel: int, times: int) -> None:
     )
 
 
-def wait() -> None:
-    say("WAITING", host=socket.gethostname(), space=os.readlink("/proc/self/ns/pid"))
-    time.sleep(1000)
-
-
 if sys.argv[1] == "all-reduce":
     all_reduce(int(sys.argv[2]), int(sys.argv[3]))
-elif sys.argv[1] == "succeed":
-    say("RESULT", host=socket.gethostname())
-elif sys.argv[1] == "fail":
-    if socket.gethostname() == "h2":
-        sys.exit(3)
-    wait()
 elif sys.argv[1] == "hang":
     subprocess.Popen(["sleep", "1000"], start_new_session=True)  # no launcher finds it
-    wait()
+    say("WAITING", space=os.readlink("/proc/self/ns/pid"))
+    time.sleep(1000)
