@@ -111,28 +111,6 @@ def test_a_timer_counts_only_what_the_current_stream_waits_for(waits):
     assert timer.seconds() < 1.8
 
 
-def test_synchronizing_forces_what_is_waited_for_and_nothing_else():
-    delayed.set_delay(10)
-    first, second, third = (torch.Stream(device=DEVICE) for _ in range(3))
-    tensor, start = torch.zeros(10), time.monotonic()
-    with third:
-        delayed.enqueue(lambda: tensor.add_(100))
-    with first:
-        delayed.enqueue(lambda: tensor.add_(1))
-    event = first.record_event()
-    with first:
-        delayed.enqueue(lambda: tensor.add_(100))
-    second.wait_event(event)
-    with second:
-        delayed.enqueue(lambda: tensor.mul_(2))
-    second.synchronize()
-    assert time.monotonic() - start < 2
-    assert (tensor == 2).all()
-    torch.accelerator.synchronize()
-    assert time.monotonic() - start < 2
-    assert (tensor == 202).all()
-
-
 def test_forbidden_host_waits():
     tensor = ones()
     before = delayed.host_waits()
@@ -168,27 +146,6 @@ def test_copies_between_host_and_device():
     assert late.sum() == 0
     torch.accelerator.synchronize()
     assert late.sum() == 10
-
-
-def test_enqueued_function_may_block_while_other_streams_go_on():
-    tensor, side, done = ones(), torch.Stream(device=DEVICE), []
-    delayed.enqueue(lambda: time.sleep(0.5) or done.append(1), side)
-    assert (tensor + 1).sum().item() == 2000
-    assert not done
-    side.synchronize()
-    assert done
-
-
-def test_future_waits_by_streams():
-    delayed.set_delay(0.05, "early")
-    side, future = torch.Stream(device=DEVICE), torch.futures.Future(devices=["delayed:0"])
-    doubled = future.then(lambda done: done.value() * 2)
-    tensor = ones()
-    with delayed.forbid_host_waits():
-        with side:
-            future.set_result(tensor + 1)
-        result = future.wait() + doubled.wait()
-    assert (result.cpu() == 6).all()
 
 
 def test_only_the_stream_that_was_told_to_waits_for_a_collective():
