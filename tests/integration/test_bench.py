@@ -49,9 +49,3 @@ def test_the_smallest_benchmark(run, tmp_path):
     scaling = [ROOT / "scripts" / "bench" / "scaling_model.py", "--results"]
     output = run([sys.executable, *scaling, tmp_path / "results.json"])
     assert "where the gain ends" in output
-
-
-def test_without_results_the_model_says_what_to_do(run, tmp_path):
-    scaling = [sys.executable, ROOT / "scripts" / "bench" / "scaling_model.py", "--results"]
-    output = run([*scaling, tmp_path / "none.json"], fails=True)
-    assert "run make bench first" in output

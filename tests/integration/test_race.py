@@ -10,33 +10,6 @@ import pytest
 RACE = Path(__file__).resolve().parents[2] / "scripts" / "race" / "race.py"
 
 
-# Runs the worker, and leaves a file for each rank that cuts the text.
-COUNTED = """
-import os, pathlib, runpy, sys
-sys.path.insert(0, {folder!r})
-import race_language
-cut = race_language._cut
-def counted(size):
-    pathlib.Path("cut-" + os.environ["RANK"]).touch()
-    return cut(size)
-race_language._cut = counted
-runpy.run_path({worker!r}, run_name="__main__")
-"""
-
-
-@pytest.mark.nightly
-def test_one_rank_of_a_run_alone_cuts_the_text(launched, tmp_path):
-    """The pages' command needs nothing from a race before it."""
-    worker = RACE.with_name("race_worker.py")
-    program = tmp_path / "counted.py"
-    program.write_text(COUNTED.format(folder=str(RACE.parent), worker=str(worker)))
-    arguments = ["--way", "ScaleCom", "--size", "tiny", "--steps", "2", "--lr", "1e-3"]
-    arguments += ["--pieces", "new", "--output", "losses.json", "--muon"]
-    launched("torchrun", 2, [program, *arguments])
-    assert list(json.loads((tmp_path / "losses.json").read_text())["losses"]) == ["0", "2"]
-    assert [path.name for path in tmp_path.glob("cut-*")] == ["cut-0"]
-
-
 @pytest.mark.nightly
 def test_a_resnet_trains_in_the_race(launched, tmp_path):
     worker = RACE.with_name("race_worker.py")

@@ -89,13 +89,3 @@ def test_a_model_of_ones_own(run, tmp_path):
     tables = run(command, limit=900)
     assert "lines" in tables
     assert "with look-ahead" in tables
-
-
-def test_wrong_input_is_refused(run, tmp_path):
-    (tmp_path / "empty.py").write_text("")
-    for task, message in (
-        ("nonsense", "neither one of resnet"),
-        (tmp_path / "empty.py", "must define TASK"),
-    ):
-        command = [sys.executable, STUDY, "--task", task, "--output", tmp_path]
-        assert message in run(command, fails=True)

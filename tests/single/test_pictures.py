@@ -21,9 +21,3 @@ def test_what_is_shown_is_what_the_script_draws(draw, tmp_path):
     assert NUMBER.sub("", drawn) == NUMBER.sub("", shown)
     numbers = [[float(n) for n in NUMBER.findall(svg)] for svg in (drawn, shown)]
     assert numbers[0] == pytest.approx(numbers[1], abs=0.01)
-
-
-def test_a_method_has_the_same_mark_in_every_picture():
-    found = pictures.marks(["beta 1", "the defaults", "beta 0.1"])
-    assert found["the defaults"] == pictures.MARKS["ScaleCom"]
-    assert len(set(found.values())) == 3

@@ -65,12 +65,6 @@ def test_the_fit_finds_the_constants_again():
         assert predict(result, found) == pytest.approx(result["step_ms"], rel=0.03)
 
 
-def test_the_report_names_every_measured_point():
-    report = scaling_model.report(made_up(), TRUE)
-    assert report.count("hosts, ") >= len(made_up())
-    assert "where the gain ends" in report
-
-
 @pytest.fixture(scope="module")
 def measured():
     return [row for table in TABLES for row in scaling_model.read(table)[0]]
