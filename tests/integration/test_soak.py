@@ -87,31 +87,6 @@ def test_torchrun_starts_workers_again(optimizer, rounds, point):
     assert [diary[0]["restarts"] for diary in diaries].count(1) == 2
 
 
-@pytest.mark.long
-def test_a_fault_that_is_not_survived_leaves_its_folder(tmp_path, monkeypatch):
-    """It says where every living worker was.
-
-    Here the leader dies between its choice and the averages, also with Horovod's own optimizer.
-    """
-    monkeypatch.setattr(soak.tempfile, "tempdir", str(tmp_path))
-    plan = Plan("horovodrun", "Horovod's own", soak.AS_THEY_ARE)
-    _, complaints, diaries = soak.watch(plan, 2, random.Random(0), leader_dies)
-    assert len(diaries) == 2
-    died, where = complaints
-    assert died.startswith("it died")
-    assert "most recent call first" in died
-    folder = Path(where.rpartition(" ")[2])
-    assert folder.parent == tmp_path
-    assert len(list(folder.glob("*.jsonl"))) == 2
-
-
-def leader_dies(job):
-    job.begin(f"die {Point.EXCHANGE}", job.workers())
-    job.wait_until(lambda: len(job.workers()) == 1, "it did not die")
-    raise ChildProcessError("it died")
-    yield
-
-
 LOSSY = """
 from scalecom_hvd.ddp import ScaleCom
 class Lossy(ScaleCom):

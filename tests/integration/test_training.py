@@ -83,32 +83,6 @@ def test_killed_at_any_moment_it_goes_on_from_a_whole_checkpoint(launched, tmp_p
     )
 
 
-@pytest.mark.nightly
-def test_torchrun_restarts_after_a_worker_was_killed(launched, tmp_path):
-    """All workers restart from the last checkpoint, and end as they would without the kill."""
-    options = "--rate 20 --steps 60 --resume --checkpoint-every 4 --checkpoint-dir"
-    words = program("train_image.py", options)
-    launched("torchrun", 2, [*words, tmp_path / "straight"], limit=200)
-
-    folder = tmp_path / "killed"
-    command = launch.command("torchrun", 2, [str(part) for part in [*words, folder]])
-    command[3:3] = ["--max-restarts", "1"]
-    with (tmp_path / "output.txt").open("w+") as output:
-        # Without this, restarted Gloo ranks look for the dead ones in PyTorch 2.13, even without
-        # this package.
-        process = started(command, output, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-        try:
-            wait_for_step(process, folder, 12)
-            workers = psutil.Process(process.pid).children()
-            workers[-1].kill()
-            assert process.wait(timeout=150) == 0, (tmp_path / "output.txt").read_text()
-        finally:
-            kill_family(process)
-    (last, killed), (_, straight) = newest(folder), newest(tmp_path / "straight")
-    assert last == 60
-    assert same(killed, straight)
-
-
 def test_a_file_counts_only_when_it_is_on_the_disk(tmp_path, monkeypatch):
     """If it did not hold, a crash of the machine would show it, but killing a process would not."""
     done = []
@@ -142,10 +116,10 @@ def kill_after_step(step, seconds, folder, command):
             kill_family(process)
 
 
-def started(command, output, **environment):
+def started(command, output):
     return subprocess.Popen(
         command,
-        env=launch.environment(**environment),
+        env=launch.environment(),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
