@@ -407,42 +407,6 @@ def test_a_failure_on_the_background_thread_fails_one_step(monkeypatch):
     hub.stop()
 
 
-def test_every_choice_that_was_made_ahead_is_waited_for(monkeypatch):
-    """Also one for the old lanes, when the rate changes: its name is used again."""
-    under_way = [set(), set()]
-
-    def submit(self, name, kind, rank, *what):
-        waiting = self.submit_it(name, kind, rank, *what)
-        waiting.wait_for_it = waiting.wait
-        under_way[rank].add(waiting)
-
-        def wait():
-            under_way[rank].discard(waiting)
-            return waiting.wait_for_it()
-
-        waiting.wait = wait
-        return waiting
-
-    monkeypatch.setattr(Hub, "submit_it", Hub.submit, raising=False)
-    monkeypatch.setattr(Hub, "submit", submit)
-    hub = Hub(2)
-
-    def act(rank):
-        rate = {0: 20, 3: 40, 6: 10}
-        method = ScaleCom(rate=rate, lookahead=True, min_numel=200, dense=(), warmup_steps=0)
-        like = {"weight": torch.zeros(3000)}
-        exchange, left = Exchange(like, method, ThreadCollectives(hub, rank)), []
-        for step in range(8):
-            exchange.ready("weight", torch.full((3000,), float(step + 1)))
-            exchange.finish()
-            left.append(len(under_way[rank]))
-        return left
-
-    for left in run(2, act):
-        assert max(left) == 1, left  # the choice for the next step
-    hub.stop()
-
-
 @some_methods
 def test_a_step_counts_if_all_shards_of_a_node_are_sound(fields):
     """There are two nodes of two ranks, and peers exchange a shard.
