@@ -30,6 +30,29 @@ def simulate(n, shapes=SHAPES, **fields):
     return simulated.simulate(n, shapes, **({"rate": 20, "beta": 0.3, "min_numel": 2} | fields))
 
 
+def trained(steps, n=2, **fields):
+    """Return simulated ranks that have taken these steps."""
+    simulation = simulate(n, **fields)
+    for step in range(steps):
+        simulation.step(as_tensors(made_up(n, step)))
+    return simulation
+
+
+def load(second, first):
+    """Load what each rank of the first run saves, where the second run has this rank too."""
+    for mine, theirs in zip(second.compressors, first.compressors, strict=False):
+        mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+
+
+def rates_of(simulation, first, end):
+    """Train on, and return the rate of each step."""
+    rates = []
+    for step in range(first, end):
+        simulation.step(as_tensors(made_up(2, step)))
+        rates.append(round(simulation.compressors[0].stats()["rate"]))
+    return rates
+
+
 def hold_against_reference(n, steps=8, shapes=ODD_SHAPES, tolerance=1e-6, **fields):
     simulation = simulate(n, shapes, **fields)
     reference = ScaleComReference(n, shapes, simulation.compressors[0].config)
@@ -108,12 +131,9 @@ def test_simulated_workers_are_those_of_the_reference(n, mode):
 @pytest.mark.parametrize("after", ["auto", 2, {0: 4, 6: 16}], ids=str)
 def test_a_resumed_run_has_the_rung_of_the_saved_one_or_its_own_rate(before, after, monkeypatch):
     monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", Restless)
-    first, second = simulate(2, rate=before), simulate(2, rate=after)
-    for step in range(5):
-        first.step(as_tensors(made_up(2, step)))
+    first, second = trained(5, rate=before), simulate(2, rate=after)
     since = first.compressors[0].residues.rung, first.compressors[0].residues.rung_since
-    for compressor, saved in zip(second.compressors, first.compressors, strict=True):
-        compressor.load_state_dict(copy.deepcopy(saved.state_dict()))
+    load(second, first)
     assert_same(residues_of(second), residues_of(first))
     reference = ScaleComReference(2, SHAPES, second.compressors[0].config)
     reference.step_number, resumed = 5, second.compressors[0].residues
@@ -155,8 +175,7 @@ def test_a_rate_follows_what_steps_expose(monkeypatch):
     assert len(noted) == 2  # the first ranks agree in, and the second is the first to be measured
     assert all(0.02 <= exposed <= seconds - 0.03 for seconds, exposed in noted)
     resumed = simulate(2, rate="auto")
-    for compressor, saved in zip(resumed.compressors, simulation.compressors, strict=True):
-        compressor.load_state_dict(saved.state_dict())
+    load(resumed, simulation)
     resumed.step(as_tensors(made_up(2, 4)))
     assert began == [(2, START, True), (2, START, False)]  # whether the run is new
 
@@ -170,9 +189,7 @@ def test_a_newcomer_takes_the_rung_of_the_others(monkeypatch):
         return Restless(*start)
 
     monkeypatch.setattr("scalecom_hvd.exchange.pace.RateController", controller)
-    first, second = simulate(2, rate="auto"), simulate(2, rate="auto")
-    for step in range(4):
-        first.step(as_tensors(made_up(2, step)))
+    first, second = trained(4, rate="auto"), simulate(2, rate="auto")
     second.compressors[1].load_state_dict(first.compressors[1].state_dict())
     second.step(as_tensors(made_up(2, 4)))
     (rung,) = {c.residues.rung for c in (*second.compressors, *first.compressors)}
@@ -183,8 +200,7 @@ def test_a_newcomer_takes_the_rung_of_the_others(monkeypatch):
 def test_only_ranks_of_an_elastic_run_may_bring_one_ranks_residues(elastic, monkeypatch, caplog):
     """They change their positions, but keep their states."""
     monkeypatch.setattr(SimulatedCollectives, "elastic", elastic)
-    first, second = simulate(2), simulate(2)
-    first.step(as_tensors(made_up(2, 0)))
+    first, second = trained(1), simulate(2)
     for compressor in second.compressors:
         compressor.load_state_dict(copy.deepcopy(first.compressors[0].state_dict()))
     said = "rank 1 of 2 loads the residues that rank 0 of 2 saved"
@@ -195,10 +211,8 @@ def test_only_ranks_of_an_elastic_run_may_bring_one_ranks_residues(elastic, monk
 
 
 def test_a_run_may_resume_on_more_ranks_and_with_other_buckets(caplog):
-    first, second = simulate(2), simulate(3, bucket_bytes=5000)
-    first.step(as_tensors(made_up(2, 0)))
-    for mine, saved in zip(second.compressors, first.compressors, strict=False):
-        mine.load_state_dict(copy.deepcopy(saved.state_dict()))
+    first, second = trained(1), simulate(3, bucket_bytes=5000)
+    load(second, first)
     second.step(as_tensors(made_up(3, 1)))
     assert "resuming on 3 ranks, after training on 2 ranks" in caplog.text
     assert [own.stats()["step"] for own in second.compressors] == [2] * 3
@@ -211,11 +225,9 @@ def test_a_run_may_resume_on_more_ranks_and_with_other_buckets(caplog):
     ids=str,
 )
 def test_a_state_that_was_loaded_is_saved_again_as_it_was(fields):
-    first, second = simulate(2, **fields), simulate(2, **fields)
-    for step in range(3):
-        first.step(as_tensors(made_up(2, step)))
+    first, second = trained(3, **fields), simulate(2, **fields)
+    load(second, first)
     for mine, theirs in zip(second.compressors, first.compressors, strict=True):
-        mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
         found, state = mine.state_dict(), theirs.state_dict()
         assert found.keys() == state.keys()
         for of_tensors in ("residues", "offsets", "method_state"):
@@ -230,37 +242,24 @@ def test_a_run_that_turns_out_longer_goes_on(saved_at):
     look-ahead's choice then belongs to other lanes.
     """
     few_bits = {"bits": 3, "lookahead": True}
-    short, long = (
-        simulate(2, total_steps=10 * steps, rate={0: 4, steps: 16}, **few_bits) for steps in (3, 5)
+    of_short, of_long = (
+        {"total_steps": 10 * steps, "rate": {0: 4, steps: 16}, **few_bits} for steps in (3, 5)
     )
-    for step in range(saved_at):
-        short.step(as_tensors(made_up(2, step)))
-    states = [copy.deepcopy(compressor.state_dict()) for compressor in short.compressors]
-    for compressor, state in zip(long.compressors, states, strict=True):
-        compressor.load_state_dict(state)
+    short, long = trained(saved_at, **of_short), simulate(2, **of_long)
+    load(long, short)
     assert_same(residues_of(long), residues_of(short))
-    rates = []
-    for step in range(saved_at, 8):
-        long.step(as_tensors(made_up(2, step)))
-        rates.append(round(long.compressors[0].stats()["rate"]))
     # Two steps are uncompressed: the first one, and the one after the warm-up, before which nothing
     # was chosen.
     expected = [1] + [4] * 4 + [1] + [16] * 2
-    assert rates == [1, *expected[saved_at + 1 :]]
+    assert rates_of(long, saved_at, 8) == [1, *expected[saved_at + 1 :]]
 
 
 @pytest.mark.parametrize(("saved", "now"), [(32, 4), (4, 8), (8, 32)])
 def test_a_run_that_resumes_with_other_bits_forgets_the_choice(saved, now):
-    first, second = (simulate(2, rate=10, bits=bits, lookahead=True) for bits in (saved, now))
-    for step in range(3):
-        first.step(as_tensors(made_up(2, step)))
-    for mine, theirs in zip(second.compressors, first.compressors, strict=True):
-        mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    rates = []
-    for step in range(3, 5):
-        second.step(as_tensors(made_up(2, step)))
-        rates.append(round(second.compressors[0].stats()["rate"]))
-    assert rates == [1, 10]
+    settings = {"rate": 10, "lookahead": True}
+    first, second = trained(3, bits=saved, **settings), simulate(2, bits=now, **settings)
+    load(second, first)
+    assert rates_of(second, 3, 5) == [1, 10]
 
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
@@ -283,9 +282,7 @@ def test_parameters_that_became_others_are_refused(name, change, whole, fields):
 
     Kernels follow addresses, and would not notice.
     """
-    simulation = simulate(2, min_numel=100, warmup_steps=9 * whole, **fields)
-    for step in range(3):
-        simulation.step(as_tensors(made_up(2, step)))
+    simulation = trained(3, min_numel=100, warmup_steps=9 * whole, **fields)
     grads = as_tensors(made_up(2, 3))
     for parameters, own in zip(simulation.parameters, grads, strict=True):
         own[name] = own[name][change]
@@ -321,9 +318,7 @@ def test_parameters_of_another_dtype_than_when_they_were_wrapped(dtype, fields):
 @pytest.mark.parametrize("where", ["broadcast", "all_reduce", "scatter"])
 def test_an_error_on_one_rank_ends_the_step_on_all(where, lookahead, monkeypatch):
     """If it comes before the sums are made, the step is rolled back. Training goes on."""
-    simulation = simulate(4, lookahead=lookahead)
-    for step in range(3):
-        simulation.step(as_tensors(made_up(4, step)))
+    simulation = trained(3, 4, lookahead=lookahead)
     before = residues_of(simulation)
 
     def fail(*_):
