@@ -42,14 +42,6 @@ def accuracy_in(output):
     return float(re.findall(r"accuracy\D*(\d\.\d+)", output)[-1])
 
 
-def test_there_is_no_horovod():
-    imports = "import torch, scalecom_hvd.ddp\nimport horovod"
-    done = subprocess.run(
-        [launch.TORCH_ALONE, "-c", imports], capture_output=True, text=True, timeout=100
-    )
-    assert "No module named 'horovod'" in done.stderr
-
-
 # What follows `python`: each library's own launcher of two ranks.
 LAUNCHERS = {
     "train_lightning.py": "{} --devices 2",

@@ -69,8 +69,6 @@ def test_settings_of_the_object(monkeypatch):
     config = hvd.ScaleCom(config=hvd.ScaleComConfig(rate=30), beta=0.1).config
     assert config == hvd.ScaleComConfig(rate=30, bits=4, beta=0.1, nu=1)
     for settings, error, message in (
-        ({"rate": 0.5}, ValueError, "at least 1"),
-        ({"beta": 0}, ValueError, "beta must be in"),
         ({"rate": {0: 4, 3: 8}}, ValueError, "works only in PyTorch, because a graph has one rate"),
         ({"lookahead": True}, ValueError, "lookahead works only in PyTorch: unset it"),
         ({"ratte": 5}, ValueError, "no setting ratte; did you mean rate"),
@@ -340,6 +338,8 @@ def test_a_variable_whose_shape_is_not_known(alone):
 def test_what_is_no_optimizer_or_no_compression_is_refused_by_one_process_too(face):
     with pytest.raises(TypeError, match="compression must be hvd.ScaleCom.*not 'scalecom'"):
         face.DistributedOptimizer(tf.keras.optimizers.SGD(), compression="scalecom")
+    with pytest.raises(TypeError, match="compression must be hvd.ScaleCom"):
+        hvd.DistributedGradientTape(tf.GradientTape(), compression="scalecom")
     with pytest.raises(TypeError, match="of Keras and TensorFlow, not builtins.list: import hvd"):
         face.DistributedOptimizer([], compression=hvd.ScaleCom)
     with pytest.raises(
@@ -359,11 +359,6 @@ def test_a_callback_finds_the_scalecom_inside_of_a_loss_scale():
     callback = hvd_keras.MonitorCallback(every=1)
     model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, callbacks=[callback])
     assert callback.monitor.line == "0 MB, rate 1"
-
-
-def test_a_tape_without_a_compression():
-    with pytest.raises(TypeError, match="compression must be hvd.ScaleCom"):
-        hvd.DistributedGradientTape(tf.GradientTape(), compression="scalecom")
 
 
 def test_variables_have_names_of_their_own():
