@@ -10,7 +10,7 @@ import torch
 from buckets import made
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scalecom_hvd.exchange.background_thread import BackgroundThread, wait_for_kept
+from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.bucket_step import BucketStep
 from scalecom_hvd.exchange.collectives import LAST, Wait, finished
 from scalecom_hvd.exchange.gradients import as_bytes
@@ -45,27 +45,6 @@ class Owner:
         return False
 
 
-class Busy(Owner):
-    """Has more to do, and counts what it has done in a list."""
-
-    def __init__(self, done, times):
-        super().__init__()
-        self.done, self.times = done, times
-
-    def go_on(self):
-        self.done.append(None)
-        return len(self.done) < self.times
-
-
-def test_an_owner_that_is_dropped_lives_until_it_has_done_all():
-    done = []
-    owner = Busy(done, 20)
-    owner.thread.keep_owner()
-    del owner
-    wait_for_kept()
-    assert len(done) == 20
-
-
 TO_ITS_END = """
 from scalecom_hvd.exchange.background_thread import BackgroundThread
 
@@ -81,12 +60,13 @@ class Busy:
             print("it has done all", flush=True)
         return self.left > 0
 
-Busy.owner = Busy()
-Busy.owner.thread.keep_owner()
+owner = Busy()
+owner.thread.keep_owner()
+del owner
 """
 
 
-def test_a_process_ends_when_it_has_done_all():
+def test_an_owner_that_is_dropped_and_its_process_end_when_it_has_done_all():
     ran = subprocess.run([sys.executable, "-c", TO_ITS_END], capture_output=True, check=True)
     assert ran.stdout == b"it has done all\n"
 
