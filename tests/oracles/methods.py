@@ -187,9 +187,6 @@ def sending(places: Places, quantise: Quantise | None = None) -> Send:
     return send
 
 
-local_topk = sending(own)
-
-
 def few_bits(levels: int) -> Send:
     """ScaleCom with few bits: integers from -levels to levels, times the leader's scales."""
 
