@@ -6,7 +6,7 @@ import numpy as np
 import rules
 import torch
 from faces import hvd
-from models import gradients
+from made_up import gradients
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,), "double": (700,)}
 SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0, "bucket_bytes": 30_000}

@@ -9,35 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from made_up import ODD_SHAPES, SHAPES, came_in, gradients
-
-__all__ = [
-    "COLLECTIVES",
-    "ODD_SHAPES",
-    "OPTIMIZERS",
-    "SETTINGS",
-    "SHAPES",
-    "Given",
-    "assert_close",
-    "assert_groups_go",
-    "assert_nothing_is_lost",
-    "came_in",
-    "feed",
-    "gradients",
-    "halve_gradient",
-    "loss",
-    "make_model",
-    "numbers",
-    "on_some_rank",
-    "parameters",
-    "resume",
-    "run_collective",
-    "same_on_all_ranks",
-    "take",
-    "take_steps",
-    "through_a_file",
-    "wrap",
-]
+from made_up import gradients
 
 COLLECTIVES = (
     *("allreduce", "grouped_allreduce", "allgather", "grouped_allgather"),

@@ -5,7 +5,8 @@ import numpy as np
 import torch
 from devices import DEVICE
 from faces import hvd
-from models import ODD_SHAPES, feed, gradients, parameters, same_on_all_ranks
+from made_up import ODD_SHAPES, gradients
+from models import feed, parameters, same_on_all_ranks
 from parity_cases import assert_step_is_the_oracles
 
 from scalecom_hvd.reference import ScaleComReference

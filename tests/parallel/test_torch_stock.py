@@ -184,5 +184,5 @@ def test_a_gradient_that_cannot_be_compressed(fails_at, monkeypatch):
     optimizer.load_state_dict(optimizer.state_dict())  # Horovod begins its step anew
     models.take_steps(optimizer, model, range(3, 6))
     assert compressor.stats()["step"] == 6
-    total = models.came_in(range(hvd.size()), range(6), SHAPES)
+    total = came_in(range(hvd.size()), range(6), SHAPES)
     models.assert_nothing_is_lost(model, compressor, total, hvd.size())
