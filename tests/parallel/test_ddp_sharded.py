@@ -83,14 +83,17 @@ def make(optimizer="adamw", compression=None, model=None, passes=1, of_fsdp=None
     model = Net().double() if model is None else model
     shard(model, **(of_fsdp or {}))
     method = compression or ddp.ScaleCom(**{**SETTINGS, **settings})
-    wrapped = ddp.DistributedOptimizer(
+    return model, wrap(model, optimizer, method, passes)
+
+
+def wrap(model, optimizer, method, passes=1):
+    return ddp.DistributedOptimizer(
         MADE[optimizer](model.parameters()),
         model.named_parameters(),
         compression=method,
         backward_passes_per_step=passes,
         mesh=make_mesh(),
     )
-    return model, wrapped
 
 
 def of_sgd(model, names=None):
@@ -163,10 +166,6 @@ LONG_CASES = {
     "fused": {"optimizer": "fused"},
     "whole in backward": {"of_fsdp": {"reshard_after_forward": False}},
 }
-LONG_CASES |= {
-    f"1-D, {name}": CASES[name] | {"given": "shard"}
-    for name in ("unused", "clipped", "mixed precision", "gathered twice")
-}
 
 
 @pytest.mark.parametrize(
@@ -227,12 +226,7 @@ def test_a_dynamic_graph_loses_nothing(method, settings):
     for name, p in model.named_parameters():
         # FSDP2 calls hooks in the order in which they were registered.
         p.register_post_accumulate_grad_hook(functools.partial(comes, name=name))
-    wrapped = ddp.DistributedOptimizer(
-        OPTIMIZERS["momentum"](model.parameters()),
-        model.named_parameters(),
-        compression=method(rate=6, min_numel=20, **settings),
-        mesh=mesh,
-    )
+    wrapped = wrap(model, "momentum", method(rate=6, min_numel=20, **settings))
     shards = {name: p.to_local() for name, p in model.named_parameters()}
     left = {name: torch.zeros_like(own, device="cpu") for name, own in shards.items()}
     for step in range(12):
@@ -283,14 +277,8 @@ def test_models_that_were_sharded_one_by_one():
     models = [nn.ModuleList([Net().body, Net().body]).double() for _ in range(2)]
     for part in models[0]:
         fsdp.fully_shard(part, mesh=make_mesh()[given])
-    sgd = torch.optim.SGD(models[0].parameters(), lr=0.1)
-    wrapped = ddp.DistributedOptimizer(
-        sgd,
-        models[0].named_parameters(),
-        compression=ddp.ScaleCom(**SETTINGS | {"rate": 1}),
-        mesh=make_mesh(),
-    )
-    plain_sgd = torch.optim.SGD(models[1].parameters(), lr=0.1)
+    wrapped = wrap(models[0], "sgd", ddp.ScaleCom(**SETTINGS | {"rate": 1}))
+    plain_sgd = OPTIMIZERS["sgd"](models[1].parameters())
 
     def loss_of(model, step, rank):
         torch.manual_seed(100 * step + rank)
@@ -371,13 +359,8 @@ def test_tied_weights(rate):
         fsdp.fully_shard(model.body, mesh=mesh)
         fsdp.fully_shard(model, mesh=mesh)
     model, other = made
-    first, optimizer = (OPTIMIZERS["adamw"](m.parameters()) for m in made)
-    wrapped = ddp.DistributedOptimizer(
-        first,
-        model.named_parameters(),
-        compression=ddp.ScaleCom(rate=rate, min_numel=20),
-        mesh=make_mesh(),
-    )
+    wrapped = wrap(model, "adamw", ddp.ScaleCom(rate=rate, min_numel=20))
+    optimizer = OPTIMIZERS["adamw"](other.parameters())
     for step in range(3):
         for m, o in ((model, wrapped), (other, optimizer)):
             o.zero_grad()

@@ -133,15 +133,6 @@ def assert_close(model, other, rtol=1e-9):
         assert torch.allclose(full(p), q, rtol=rtol, atol=1e-12), (dist.get_rank(), name)
 
 
-@pytest.mark.long
-@all_forms
-def test_with_everything_chosen_it_is_the_model_without_parallelism(form):
-    model, wrapped = make(*form, rate=1)
-    for step in range(6):
-        take(model, wrapped, step)
-    assert_close(model, train_alone(6))
-
-
 @all_forms
 def test_all_ranks_have_the_same_tensors(form):
     """A tensor that all ranks of a node have whole is exchanged by each of them."""
@@ -183,9 +174,10 @@ def test_a_node_is_one_worker_of_the_reference(settings):
     assert_close(model, other)
 
 
-@pytest.mark.parametrize("names", [("tp",), ("shard", "tp")], ids=str)
-def test_two_optimizers_share_a_mesh(names):
-    pairs = [make(names, IN_TENSORS, rate=1) for _ in range(2)]
+@all_forms
+def test_two_optimizers_share_a_mesh(form):
+    """With everything chosen, both train as without parallelism."""
+    pairs = [make(*form, rate=1) for _ in range(2)]
     for step in range(3):
         for model, wrapped in pairs:
             take(model, wrapped, step)
