@@ -462,7 +462,6 @@ def test_what_averages_is_not_wrapped_again(local_steps):
 
 @horovods_alone
 def test_what_cannot_work_is_refused():
-    numbers = "local_steps must be a number of steps"
     for kind, message, settings in (
         (
             ValueError,
@@ -470,9 +469,7 @@ def test_what_cannot_work_is_refused():
             {"compression": hvd.Compression.fp16},
         ),
         (ValueError, "ScaleCom averages values, but Adasum does not", {"op": hvd.Adasum}),
-        (ValueError, "0 is less than one step", {"local_steps": 0}),
-        (TypeError, numbers, {"local_steps": "4"}),
-        (TypeError, numbers, {"local_steps": [2] * hvd.size()}),
+        (TypeError, "local_steps must be a number of steps", {"local_steps": [2] * hvd.size()}),
     ):
         with pytest.raises(kind, match=message):
             make(begin(), **settings)
