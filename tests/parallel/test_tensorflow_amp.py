@@ -89,29 +89,6 @@ def test_a_custom_loop_with_overflows_ends_where_one_without_them_ends(mode):
     assert float(scaling.loss_scale) == 2.0**20 / 2**4 * 2**2
 
 
-@pytest.mark.long
-def test_the_policy_under_which_keras_wraps_optimizers_itself():
-    tf.keras.mixed_precision.set_global_policy("mixed_float16")
-    try:
-        model = net()
-        compression = scalecom(rate=4, loss_scale=lambda: model.optimizer.loss_scale)
-        model.compile(
-            keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), compression=compression), "mse"
-        )
-        assert isinstance(model.optimizer, LossScaleOptimizer)
-        x, y = examples(hvd.rank())
-        if hvd.rank() == 0:
-            x[8] = 1e6  # it is infinite in float16
-        losses = model.fit(x, y, 8, 4, shuffle=False, verbose=0).history["loss"]
-    finally:
-        tf.keras.mixed_precision.set_global_policy("float32")
-    assert losses[-1] < 0.7 * losses[0] or hvd.rank() == 0
-    assert (compression.stats()["step"], compression.stats()["skipped_steps"]) == (20, 4)
-    assert float(model.optimizer.loss_scale) == 2.0**15 / 2**4
-    assert 0 < compression.stats()["residue_norm"] < 10
-    assert same_on_all_ranks(model.variables)
-
-
 @pytest.mark.parametrize("kind", [tf.keras.optimizers, tf.keras.optimizers.legacy])
 def test_a_scale_that_the_scalecom_does_not_know_is_refused(kind):
     """Residues would have units that change."""

@@ -13,7 +13,6 @@ from tensorflow_parity import Step, variables
 
 import scalecom_hvd.tensorflow as hvd
 import scalecom_hvd.tensorflow.keras as keras
-from scalecom_hvd import agreement
 
 SHAPES = {"first": (60, 50), "second": (5000,)}
 
@@ -188,13 +187,6 @@ def test_layers_that_keras_numbers_otherwise_on_one_rank():
         r'Dense\(10, name="head"\).*clear_session\(\)',
     ):
         fit(model, hvd.ScaleCom)
-
-
-def test_another_version_on_one_rank(monkeypatch):
-    if hvd.rank() == 1:
-        monkeypatch.setattr(agreement, "__version__", "9.9")
-    with pytest.raises(RuntimeError, match="version differ between .* rank 0 and 9.9 on rank 1"):
-        step(hvd.ScaleCom())
 
 
 def test_a_scalecom_made_anew_in_every_step(caplog):

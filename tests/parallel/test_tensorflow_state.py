@@ -243,13 +243,6 @@ def test_a_variable_that_begins_after_a_commit_has_no_residue_when_it_is_restore
     assert compression.stats()["residue_norm"] == norm > 0
 
 
-def test_variables_that_thaw_go_on_with_the_step_of_those_that_trained():
-    compression, model = scalecom(), variables(FEW)
-    run(Step({"first": model["first"]}, compression, traced=False), range(2), {"first": (60, 50)})
-    run(Step(model, compression, traced=False), range(2, 3))
-    assert compression.stats()["step"] == 3
-
-
 def test_a_newcomer_starts_with_empty_residues(caplog):
     compression = scalecom()
     run(compression, range(5))

@@ -158,6 +158,8 @@ def test_variables_join_and_leave():
         totals = train(steps[here, traced], [number])
         sent |= {name: sent[name] + total for name, total in totals.items()}
     check_nothing_is_lost(compression, sent, 6, away)
+    # The shorter list began at the step of the other, and was averaged three times.
+    assert compression.stats()["step"] == 2 + 3
 
 
 def test_a_persistent_tape_for_two_models():
