@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from devices import DEVICE
-from made_up import EVERYTHING, SOME
+from made_up import EVERYTHING, SOME, gradients
 from models import (
     Given,
     assert_groups_go,
     assert_nothing_is_lost,
-    gradients,
     same_on_all_ranks,
     through_a_file,
 )
