@@ -105,8 +105,6 @@ DDP = f"""
 # What depends most on which stream a tensor is in.
 STREAMS = "ddp_devices ddp_differential ddp_hook::parity torch_amp"
 PROGRAMS = "torch_differential torch_local_differential"
-# What Gloo and more than two ranks may change for TensorFlow.
-UNLIKE = "tensorflow_tape::nothing_is_lost"
 # They run at the same time, the longest first: see tests/integration/conftest.py.
 AT_ONCE = f"-n {min(4, len(CORES))} --dist loadgroup --no-loadscope-reorder"
 SLOW = f"{AT_ONCE} --timeout=1000"
@@ -136,10 +134,9 @@ LONG = {
     "ddp nodes, torchrun -np 4": on_ranks(NODES),
     # Nodes, and process sets, that have several ranks and do not begin at rank 0.
     "torch nodes, mpirun -np 4": on_ranks(
-        "torch_optimizer::process_sets_have_leaders_of_their_own"
-        " torch_nodes::a_node_is_one_worker_of_the_reference torch_nodes::nothing_is_lost"
-        " torch_nodes::what_cannot_work_is_refused"
-        " torch_node_steps::a_node_is_one_worker torch_node_steps::nothing_is_lost"
+        "torch_optimizer::process_sets_have_leaders_of_their_own torch_nodes::nothing_is_lost"
+        " torch_nodes::a_node_is_one_worker_of_the_reference torch_node_steps::a_node_is_one_worker"
+        " torch_nodes::what_cannot_work_is_refused torch_node_steps::nothing_is_lost"
     ),
     "programs, mpirun -np 3": on_ranks(PROGRAMS, "-k test_random_programs", environment=MINUTE),
     # What Gloo has added up before all ranks have come, and groups that overlap, need three ranks.
@@ -171,13 +168,12 @@ NIGHTLY = {
     ),
     # No launcher changes plain operations. Process sets need 4 ranks to have leaders of their own.
     "tensorflow, mpirun -np 4": on_ranks(
-        "tensorflow_differential tensorflow_parity"
-        f" tensorflow_tape::process_sets_have_leaders_of_their_own {UNLIKE}",
+        "tensorflow_differential tensorflow_parity tensorflow_tape",
         "-k 'not plain_operations'",
         marks="",
     ),
     "tensorflow, horovodrun --gloo -np 2": on_ranks(
-        f"tensorflow_differential tensorflow_state {UNLIKE}", marks=""
+        "tensorflow_differential tensorflow_state tensorflow_tape", marks=""
     ),
     "tensorflow, mpirun -np 2, the rest": on_ranks("tensorflow_*", marks="long"),
     "programs, horovodrun --gloo -np 4": on_ranks(

@@ -61,14 +61,8 @@ class Point(enum.StrEnum):
 
 KILL, KILL_MANY = "kill -9 at any moment", "kill -9 of all but two"
 STOP, LEAVES = "a worker stands still for seconds", "a host is taken away"
-FAULTS = [
-    KILL,
-    KILL_MANY,
-    STOP,
-    LEAVES,
-    *(f"die {p}" for p in Point),
-    *(f"wait {p}" for p in Point),
-]
+FAULTS = [KILL, KILL_MANY, STOP, LEAVES]
+FAULTS += [f"{what} {point}" for what in ("die", "wait") for point in Point]
 COMES = "a worker comes"  # after others have gone
 COMPARED = "commits compared"
 

@@ -88,8 +88,7 @@ class Race:
             program += ["--seed", str(seed), "--lr", str(lr), "--output", str(file)]
             every = max(1, min(LOCAL_STEPS, steps // 10))
             program += ["--pieces", str(self.folder), "--every", str(every)]
-            program += ["--size", "tiny"] * self.tiny + ["--code", self.code]
-            program += ["--task", self.name]
+            program += ["--size", "tiny"] * self.tiny + ["--code", self.code, "--task", self.name]
             command = launch.command("torchrun", self.workers, program)
             environment = launch.environment(OMP_NUM_THREADS="1", PYTHONPATH=str(SCRIPTS.parent))
             if subprocess.run(command, env=environment).returncode:
