@@ -138,6 +138,12 @@ static inline int64_t index_of(const tensor *t, tile at, const void *offsets, in
     return at.start + l + load_offset(offsets, t->offset_width, at.lane + l) * at.stride;
 }
 
+/* Whether a tile has so few rows, all of them full, that vectors which pass over all elements are
+ * faster than going to one element of each lane. */
+static inline int is_short(const tensor *t, tile at) {
+    return t->rows <= 8 && at.n == LANES && at.start + (t->rows - 1) * at.stride + LANES <= at.end;
+}
+
 /* Whether an output is written past the caches: smaller ones are likely still in a cache when the
  * optimizer reads them. */
 static inline int may_stream(const void *to, int64_t bytes) {

@@ -46,9 +46,13 @@ static inline void NAME(keep_larger)(INTEGER size, INTEGER row, INTEGER *best, I
     *best = size > *best ? size : *best;
 }
 
-/* The winners' rows on their way. */
+/* The winners' rows on their way. Most offsets are bytes, and get a loop of their own. */
 INLINE void NAME(store_rows)(const tensor *t, tile at, void *chosen, const INTEGER *winner) {
-    for (int l = 0; l < at.n; l++) store_offset(chosen, t->offset_width, at.lane + l, winner[l]);
+    if (t->offset_width == 1)
+        for (int l = 0; l < at.n; l++) store_offset(chosen, 1, at.lane + l, winner[l]);
+    else
+        for (int l = 0; l < at.n; l++)
+            store_offset(chosen, t->offset_width, at.lane + l, winner[l]);
 }
 
 /* One row of a tile: `n` lanes side by side. What is sent is noted, and takes no part in the choice:
@@ -78,10 +82,17 @@ INLINE void NAME(values_at)(REAL *restrict value, const tensor *t, tile at,
     const REAL *residue = (const REAL *)t->residue + at.start;
     REAL m[LANES];
     GRAD_TYPE g[LANES];
-    for (int l = 0; l < at.n; l++) {
-        m[l] = residue[l + row[l] * at.stride];
-        g[l] = grad[l + row[l] * at.stride];
-    }
+    if (is_short(t, at))
+        for (INTEGER i = 0; i < t->rows; i++, residue += at.stride, grad += at.stride)
+            for (int l = 0; l < LANES; l++) {
+                m[l] = row[l] == i ? residue[l] : m[l];
+                g[l] = row[l] == i ? grad[l] : g[l];
+            }
+    else
+        for (int l = 0; l < at.n; l++) {
+            m[l] = residue[l + row[l] * at.stride];
+            g[l] = grad[l + row[l] * at.stride];
+        }
     for (int l = 0; l < at.n; l++) {
         INTEGER ignored = 0;
         value[l] = NAME(sendable)(m[l], NAME(usable)(g[l], scale, &ignored), extra);
@@ -182,6 +193,7 @@ INLINE int64_t NAME(accumulate_tile)(const tensor *t, tile at, REAL beta, REAL s
     const GRAD_TYPE *grad = t->grad;
     REAL *residue = t->residue;
     INTEGER bad[LANES], row = 0;
+    for (int l = 0; l < LANES; l++) picks->m[l] = picks->g[l] = picks->squares[l] = 0;
     for (int l = 0; l < LANES; l++) { best[l] = -1; winner[l] = 0; bad[l] = 0; }
     int64_t i = at.start, total = 0;
     if (at.n == LANES)
@@ -233,7 +245,11 @@ INLINE int64_t NAME(take_picks)(const NAME(picks) *picks, const tensor *t, tile 
     if (t->frozen) memset(value, 0, sizeof value);
     int64_t bad = NAME(send)(value, t, at, to);
     for (int l = 0; l < at.n; l++) value[l] = picks->m[l] - beta * value[l] + beta * picks->g[l];
-    for (int l = 0; l < at.n; l++) residue[l + picks->row[l] * at.stride] = value[l];
+    if (is_short(t, at))
+        for (INTEGER i = 0; i < t->rows; i++, residue += at.stride)
+            for (int l = 0; l < LANES; l++) residue[l] = picks->row[l] == i ? value[l] : residue[l];
+    else
+        for (int l = 0; l < at.n; l++) residue[l + picks->row[l] * at.stride] = value[l];
     for (int l = 0; chooses && l < at.n; l++) {
         INTEGER size = BITS(value[l] + picks->g[l]) & MAGNITUDE;
         /* Of equals the first. */
@@ -274,18 +290,20 @@ INLINE int64_t NAME(take_and_accumulate_tiles)(tensor *t, REAL beta, REAL scale,
     if (!t->offset_width)
         return NAME(take_runs)(t, beta, scale, extra, to, chooses, &measures);
     int64_t bad = 0;
+    double squares[LANES] = {0};
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
         INTEGER best[LANES], winner[LANES];
-        NAME(picks) picks = {{0}, {0}, {0}, {0}};
+        NAME(picks) picks;
         NAME(rows_of)(picks.row, at, to.offsets, t->offset_width);
         bad += NAME(accumulate_tile)(t, at, beta, scale, &picks, chooses, best, winner);
         bad += NAME(take_picks)(&picks, t, at, beta, extra, to, chooses, best, winner);
         if (chooses) NAME(store_rows)(t, at, chosen, winner);
         if (chooses && t->levels) NAME(measure)(&measures, t, at, winner, scale, extra);
-        for (int l = 0; l < at.n; l++) t->squares += picks.squares[l];
+        for (int l = 0; l < LANES; l++) squares[l] += picks.squares[l];
         lane += at.n;
     }
+    for (int l = 0; l < LANES; l++) t->squares += squares[l];
     return bad;
 }
 
