@@ -43,9 +43,9 @@ class ScaleComConfig:
     rate: float | Mapping[int, float] | Literal["auto"] = cast(float, None)
     """One element in `rate` is sent (N/k).
 
-    Each element is sent about steps / rate times. If that is less than about 5 times (60 for a
-    language model), every method loses accuracy, so lower the rate for short runs. 1: everything is
-    sent, in few bits if you give `bits`, and whole otherwise. None: 8 with few bits, 100 with 32.
+    Each element is sent about steps / rate times. From scratch, less than 5 times (60 for language
+    models) costs accuracy, so lower the rate for short runs. 1: everything is sent, in few bits if
+    you give `bits`, and whole otherwise. None: 8 with few bits, 100 with 32.
 
     {0: 4, 300: 16} is a schedule: rate 4 from step 0 on, and rate 16 from step 300 on. "auto" finds
     the rate, and the bits, during training. Schedules and "auto" work in PyTorch.
@@ -56,9 +56,9 @@ class ScaleComConfig:
 
     If `flush` is False, or a new gradient points against what waits at its index, this share of
     what waits is sent. 1 is classic error feedback: everything is sent, however stale. A lower beta
-    is more stable, but what was not sent arrives later, over up to rate / beta steps. None: 1, or
-    0.2 with nu=1, local steps and TensorFlow's tapes. These leave the optimizer's momentum as it
-    is, and beta=1 would then break training without batch norm.
+    is more stable, but what was not sent arrives later, over up to rate / beta steps. None: 0.2
+    with nu=1, with local steps, and with TensorFlow's tapes; otherwise 1. These three leave the
+    optimizer's momentum as it is, and beta=1 would then break training without batch norm.
     """
 
     nu: float | None = None
@@ -79,9 +79,9 @@ class ScaleComConfig:
     """
 
     outliers: float | None = 4.0
-    """A tensor's gradient may be this many times as long as the longest recent one on its rank.
+    """How many times the largest recent norm on its rank the norm of a tensor's gradient may be.
 
-    If a gradient is longer, the tensor's residue is scaled down by the power of two that would
+    If the norm is larger, the tensor's residue is scaled down by the power of two that would
     bring the gradient below this bound. What is cut off is lost. So one batch with a huge loss does
     not fill the steps after it, even if the script clips gradients. None: residues keep everything.
     """
@@ -133,10 +133,10 @@ class ScaleComConfig:
     lookahead: bool = False
     """Whether the leader chooses for step t + 1 at the end of step t. This works only in PyTorch.
 
-    The broadcast then hides behind forward and backward, so this is often the fastest form. The
-    choice is made without the gradient of step t + 1, which costs accuracy. With nu=1 and a beta
-    near 1, look-ahead breaks the training of models without batch norm, and a warning is logged.
-    Then give a lower beta (0.1).
+    The broadcast then hides behind forward and backward. On Horovod, this took up to a sixth off a
+    step, but under DDP's hook it made steps on two hosts slower (docs/speed.md). The choice is made
+    without the gradient of step t + 1, which costs accuracy. With nu=1 and a beta near 1, training
+    without batch norm breaks, and a warning is logged. Then give a lower beta (0.1).
     """
 
     bits: int = cast(int, None)

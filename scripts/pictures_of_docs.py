@@ -4,7 +4,7 @@
 
 The numbers are in docs/: bench.csv is the steps.csv that `make bench` wrote, and race.csv the
 curves.csv of `make race`. study.csv is the scores.csv of `make study`'s experiments defaults,
-trials and rivals, and synchronisations.csv that of its experiment synchronisations.
+trials, rivals and rungs, and synchronisations.csv that of its experiment synchronisations.
 """
 
 from __future__ import annotations
