@@ -170,7 +170,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         gradients = OptimizerGradients(parameters, method, collectives, *how)
     else:
         who = parameters, method, collectives, Schedule(local_steps, fragments), named_groups
-        more = lambda: faces.zero_state(this()), outer, overlap, clip_changes, node
+        more = lambda: faces.forget_state(this()), outer, overlap, clip_changes, node
         local = LocalSteps(*who, *more)
         members, bases = faces.local_members(local, type(optimizer), parameters.values()), ()
     with method.run.released_on_error():
@@ -281,6 +281,7 @@ class _Averaging:
         # Whether backward gave any gradient since the last exchange, in however many passes.
         self._fresh = False
         self._synchronized, self._should_synchronize = False, True
+        self._step_supports_amp_scaling = False  # a GradScaler must look at averages
         itself = weakref.ref(self)
         # The hooks are on the nodes that accumulate gradients, like Horovod's. So hooks that a
         # script puts on a parameter, even later, run first. Autograd does not keep such nodes

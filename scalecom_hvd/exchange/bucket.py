@@ -281,10 +281,6 @@ class Bucket:
             return self.values
         return Values(0, self._n_flags, self._like, self._dense_dtype, self._device)
 
-    def drop_whole_values(self) -> None:
-        """Free the buffer of steps that are sent whole: there are no more such steps."""
-        vars(self).pop("whole_values", None)
-
     @functools.cached_property
     def accumulators(self) -> Accumulators:
         """The accumulators, for methods that need them."""

@@ -459,7 +459,7 @@ class Exchange(Averager):
             # Every rank can wait here, and hooks must not wait for the first choice.
             for progress in self._waves.all:
                 progress.complete_state()
-                progress.bucket.drop_whole_values()
+                vars(progress.bucket).pop("whole_values", None)  # there are no more such steps
         if has_new_lanes:  # what was chosen ahead belongs to the old lanes
             self._method.run.begin_equal_state_anew()
         layout = self._face.layout() if self.residues.sends_whole else []

@@ -128,15 +128,13 @@ def check_parameters(
         )
 
 
-def zero_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer forget momentum and moments."""
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    if any(isinstance(value, list) for value in values):
-        # LBFGS has a history. If it held zeros, LBFGS would never make a step again.
+def forget_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer forget momentum and moments: its next step is a first one."""
+    if not isinstance(optimizer, torch.optim.Adagrad):
         optimizer.state.clear()
         return
-    for value in values:
-        if isinstance(value, torch.Tensor):
+    for state in optimizer.state.values():  # Adagrad makes its state when it is made
+        for value in state.values():
             value.zero_()
 
 

@@ -118,22 +118,21 @@ class QuasiHyperbolic:
         self._by_hook, self._unused = by_hook, 0
         self._calls_step_twice = calls_step_twice
         self._unknown: set[str] = set()
+        # {name: the step whose average was mixed in}. There may never be another exchange.
+        self._mixed: dict[str, int] = {}
         _everyone[id(self)] = self
 
     def mixes_of(self, optimizer: torch.optim.Optimizer, is_outer: bool) -> list[_Mix]:
         """How momenta are mixed in the step that begins; `is_outer`: see _is_outer."""
         residues = self._residues
-        if residues.config.nu == 1 or self._collectives.size < 2:
-            return []
-        if self._calls_step_twice and is_outer:
+        is_idle = residues.config.nu == 1 or self._collectives.size < 2
+        if is_idle or (self._calls_step_twice and is_outer):
             return []
         if not residues.step:
             self._note_step_without_exchange(optimizer)
         if residues.step < 2:  # what the first step sends is not late
             return []
-        names = [kind.__name__ for kind in type(optimizer).__mro__]
-        momentum = next((MOMENTA[name] for name in names if name in MOMENTA), None)
-        mixes = []
+        momentum, mixes = _momentum_of(optimizer), []
         for group in optimizer.param_groups:
             by_rate: dict[float, list[_Pair]] = {}
             for parameter in group["params"]:
@@ -141,16 +140,17 @@ class QuasiHyperbolic:
                 if name is None or grad is None or grad.is_sparse:
                     continue
                 rate, state = residues.last_rate(name), optimizer.state.get(parameter)
-                if rate == 1 or not state:
+                if rate == 1 or not state or self._mixed.get(name) == residues.step:
                     continue
                 if momentum is None:
-                    self._warn_of_unknown(names[0], state)
+                    self._warn_of_unknown(type(optimizer).__name__, state)
                 elif (
                     (momentum.is_mixed or residues.config.nu)
                     and (buffer := state.get(momentum.key)) is not None
                     and _fits(buffer, parameter)
                 ):
                     by_rate.setdefault(rate, []).append(_Pair(grad, state))
+                    self._mixed[name] = residues.step
             for rate, pairs in by_rate.items():
                 kappa = kappa_of(rate, residues.config.nu)
                 mixes.append(_Mix(pairs, group, momentum, kappa, residues.step, residues))
@@ -175,6 +175,13 @@ class QuasiHyperbolic:
             log.warning(UNKNOWN, name)
 
 
+def _momentum_of(optimizer: torch.optim.Optimizer) -> Momentum | None:
+    if optimizer.defaults.get("max_grad_norm"):
+        return None  # LAMB and Adan clip gradients in their step, where nobody sees it
+    names = (kind.__name__ for kind in type(optimizer).__mro__)
+    return next((MOMENTA[name] for name in names if name in MOMENTA), None)
+
+
 class _Pair(NamedTuple):
     """A parameter's gradient, and what the optimizer keeps for the parameter."""
 
@@ -191,7 +198,7 @@ class _Mix(NamedTuple):
     kappa: float
     step: int
     residues: Residues
-    versions: Sequence[tuple[int, int]] = ()  # once they are mixed; see _versions_of
+    versions: Sequence[tuple[int, ...]] = ()  # once they are mixed; see _versions_of
 
     def kept(self, changes: bool) -> _Mix:
         """The same mix, with copies of the gradients if they may change before the step's end.
@@ -292,14 +299,10 @@ def _begin(optimizer: torch.optim.Optimizer, *_: object) -> None:
         _begun[optimizer] = [mix._replace(versions=_versions_of(mix)) for mix in mixes]
 
 
-def _versions_of(mix: _Mix) -> list[tuple[int, int]]:
+def _versions_of(mix: _Mix) -> list[tuple[int, ...]]:
     """The version of each gradient, and of each momentum. Changes in place raise it."""
     pairs = [(gradient, state[mix.momentum.key]) for gradient, state in mix.pairs]
-    return [(_version(gradient), _version(buffer)) for gradient, buffer in pairs]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    return [tuple(-1 if t.is_inference() else t._version for t in pair) for pair in pairs]
 
 
 def _take_back(mixes: list[_Mix]) -> None:
@@ -361,7 +364,9 @@ def _before_step(
         _begin(optimizer)
         return result
 
-    return (first, closed, *rest[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closed}
+    return (first, closed, *rest[1:]), kwargs
 
 
 def _release(optimizer: torch.optim.Optimizer) -> None:

@@ -179,7 +179,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         members = _members(gradients)
     else:
         who = parameters, method, collectives, Schedule(local_steps, fragments), named_groups
-        more = lambda: faces.zero_state(this()), outer, overlap, clip_changes, node
+        more = lambda: faces.forget_state(this()), outer, overlap, clip_changes, node
         local = LocalSteps(*who, *more)
         members = _members(None) | faces.local_members(local, type(optimizer), parameters.values())
         if node is not None:

@@ -56,6 +56,19 @@ def test_sparse_gradients_are_made_dense():
     torch.testing.assert_close(moved[0], torch.tensor(3 / dist.get_world_size()))
 
 
+def test_a_grad_scaler_must_not_look_before_gradients_are_averaged():
+    """Fused optimizers would unscale in their step, if this rank's own gradients are finite."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model = nn.Linear(60, 60)
+    broadcast_parameters(model)
+    adam = torch.optim.AdamW(model.parameters(), fused=True)
+    method = ScaleCom(rate=10, loss_scale=scaler, **ALL)
+    optimizer = DistributedOptimizer(adam, model.named_parameters(), method)
+    scaler.scale(model(torch.randn(4, 60)).square().mean()).backward()
+    with pytest.raises(RuntimeError, match="synchronize"):
+        scaler.step(optimizer)
+
+
 def test_sparse_gradients_are_refused():
     model, _ = make(model=nn.Embedding(50, 10, sparse=True))
     with pytest.raises(RuntimeError, match="sparse_as_dense=True"):

@@ -306,7 +306,17 @@ def adam(params):
     return torch.optim.Adam(params, lr=LR)
 
 
+def adagrad(params):
+    return torch.optim.Adagrad(params, lr=LR)
+
+
+def rprop(params):
+    """Its step sizes must not become zero."""
+    return torch.optim.Rprop(params, lr=LR)
+
+
 GATHERS = {"LBFGS": EVALUATES["LBFGS"], "momentum": momentum, "Adam": adam}
+GATHERS |= {"Adagrad": adagrad, "Rprop": rprop}
 
 
 @pytest.mark.parametrize("kind", GATHERS)
@@ -319,13 +329,15 @@ def test_a_rank_that_goes_back_forgets_what_its_optimizer_gathered(kind):
         if step == 12 and hvd.rank() == 1:
             model["third"].detach()[7] = np.inf
             for state in optimizer.state.values():
-                gathered = state.get("exp_avg", state.get("momentum_buffer"))
+                names = ("exp_avg", "momentum_buffer", "sum", "prev")
+                gathered = next((state[name] for name in names if name in state), None)
                 (state["old_stps"][0] if gathered is None else gathered).fill_(np.nan)
     for step in (14, 15):
         before = values_of(model)
         assert downhill(model, optimizer, None, step).isfinite()
         assert not torch.equal(model["third"], before["third"])
-        if (kind, step, hvd.rank()) == ("Adam", 14, 1):  # its first step has this length
+        # Its first step has this length.
+        if kind in ("Adam", "Adagrad", "Rprop") and (step, hvd.rank()) == (14, 1):
             moved = (model["third"] - before["third"]).abs()
             torch.testing.assert_close(moved, torch.full_like(moved, LR))
     assert loss.isfinite() == (hvd.rank() != 1)
@@ -333,6 +345,23 @@ def test_a_rank_that_goes_back_forgets_what_its_optimizer_gathered(kind):
 
 
 # Parameters and ranks of every kind.
+
+
+def test_channels_last():
+    torch.manual_seed(2)
+    model = {"kernel": torch.nn.Parameter(torch.randn(64, 8, 3, 3))}
+    given = torch.randn(64, 8, 3, 3)
+    ends = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        own = {name: p.detach().clone(memory_format=layout) for name, p in model.items()}
+        own = {name: torch.nn.Parameter(value) for name, value in own.items()}
+        optimizer, _ = make(own, hvd.ScaleCom(rate=4, min_numel=1), 2)
+        for step in range(4):
+            (own["kernel"] * given * (step + hvd.rank())).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(own["kernel"].detach())
+    assert torch.equal(*ends)
 
 
 def test_half_precision_loses_nothing_of_the_average():

@@ -258,6 +258,15 @@ def test_gradients_may_come_in_a_closure(make, by_name):
     assert_close(served.named, by_oracle(make, 4)[0])
 
 
+def test_a_closure_may_only_have_a_name():
+    class Own(SGD):
+        def step(self, scale=1, *, closure=None):
+            assert scale == 2
+            return super().step(closure)
+
+    assert Own([nn.Parameter(torch.ones(3))], lr=0.1).step(2, closure=lambda: 5.0) == 5
+
+
 def test_a_closure_that_fails_changes_nothing():
     served = Served(PLAIN["momentum"])
     served.step(0)
@@ -424,6 +433,31 @@ def test_optimizers_that_are_left_as_they_are(make, is_said, caplog):
     assert caplog.text.count("RMSprop keeps its momentum as it is") == is_said
     Served(make, nu=1).step(0)
     assert len(caplog.records) == is_said
+
+
+class Lamb(Adam):
+    def __init__(self, params):
+        super().__init__(params, lr=0.01)
+        self.defaults["max_grad_norm"] = 1.0
+
+
+def test_an_optimizer_that_clips_gradients_itself_keeps_its_momentum(caplog):
+    served = Served(Lamb).train(range(5))
+    assert are_equal(served.named, plain(PLAIN["Adam"], 5))
+    assert caplog.text.count("Lamb keeps its momentum as it is") == 1
+
+
+def test_steps_without_new_averages_are_the_optimizers_own():
+    """Nothing was compressed since: another optimizer goes on, and the method is kept."""
+    served = Served(PLAIN["AdamW"]).train(range(3))
+    named = {name: nn.Parameter(p.detach().clone()) for name, p in served.named.items()}
+    ours, others = (PLAIN["AdamW"](of.values()) for of in (served.named, named))
+    for number in range(4):
+        feed(served.named, number)
+        feed(named, number)
+        ours.step()
+        others.step()
+    assert are_equal(served.named, named)
 
 
 def test_of_several_the_last_one_made_has_a_parameter():

@@ -116,7 +116,7 @@ class LocalSteps(Averager):
         self._outer = OuterStep(self.worker, outer)
         self.common = self._outer.common
         self.outer = self._outer.optimizer
-        self._changes = {name: torch.zeros_like(x) for name, x in self.common.items()}
+        self._changes = {n: x.new_zeros(x.shape) for n, x in self.common.items()}  # contiguous
         # Made once, for the reason that bucket.py gives.
         self._sent_from = {n: torch.empty_like(p) for n, p in self.worker.items() if overlap}
         self.collectives = collectives
