@@ -118,8 +118,6 @@ class QuasiHyperbolic:
         self._by_hook, self._unused = by_hook, 0
         self._calls_step_twice = calls_step_twice
         self._unknown: set[str] = set()
-        # {name: the step whose average was mixed in}. There may never be another exchange.
-        self._mixed: dict[str, int] = {}
         _everyone[id(self)] = self
 
     def mixes_of(self, optimizer: torch.optim.Optimizer, is_outer: bool) -> list[_Mix]:
@@ -139,8 +137,8 @@ class QuasiHyperbolic:
                 name, grad = self._names.get(parameter), parameter.grad
                 if name is None or grad is None or grad.is_sparse:
                     continue
-                rate, state = residues.last_rate(name), optimizer.state.get(parameter)
-                if rate == 1 or not state or self._mixed.get(name) == residues.step:
+                rate, state = residues.take_rate(name), optimizer.state.get(parameter)
+                if rate == 1 or not state:
                     continue
                 if momentum is None:
                     self._warn_of_unknown(type(optimizer).__name__, state)
@@ -150,7 +148,6 @@ class QuasiHyperbolic:
                     and _fits(buffer, parameter)
                 ):
                     by_rate.setdefault(rate, []).append(_Pair(grad, state))
-                    self._mixed[name] = residues.step
             for rate, pairs in by_rate.items():
                 kappa = kappa_of(rate, residues.config.nu)
                 mixes.append(_Mix(pairs, group, momentum, kappa, residues.step, residues))

@@ -99,7 +99,7 @@ class Residues:
         self.rung = START if self.config.rate == "auto" else None
         self.rung_since = 0
         self._stage: Stage | None = None
-        # {name: rate} of the compressed tensors in the last step. Empty: all was sent whole.
+        # {name: rate} of the last step's compressed tensors that nobody has asked for.
         self._last_rates: dict[str, float] = {}
         self.given_back: set[str] = set()
         self.health = Health()
@@ -116,9 +116,12 @@ class Residues:
         in_warmup = step < self.synchronisations_in(self.config.warmup_steps)
         return in_warmup or (self.rung == WHOLE and step != self.rung_since)
 
-    def last_rate(self, name: str) -> float:
-        """The rate at which a parameter was sent in the last step. 1: all of it."""
-        return self._last_rates.get(name, 1.0)
+    def take_rate(self, name: str) -> float:
+        """The rate at which the last step sent a parameter. 1: whole, or this was asked before.
+
+        The momentum mixes each average once. The run may be over, and another optimizer go on.
+        """
+        return self._last_rates.pop(name, 1.0)
 
     def stage_at(self, step: int) -> Stage:
         """What compressed tensors send in a step, on the present rung."""

@@ -1,6 +1,7 @@
-"""Peak memory beyond that of stock Horovod is the residue and buffers of k elements.
+"""Peak memory beyond that of stock Horovod: the residue, buffers of k elements, and a copy.
 
-Steps that are sent uncompressed also need a copy of the gradients.
+In the first steps, the copy is one of the residue, in case the script throws averages away. Steps
+that are sent uncompressed copy the gradients instead.
 """
 
 import json
@@ -15,7 +16,7 @@ MODEL_BYTES = 32_000_000 * 4
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_peak_memory_is_that_of_stock_horovod_the_residue_and_a_copy_of_what_is_sent_whole(
+def test_peak_memory_is_that_of_stock_horovod_the_residue_and_one_copy(
     launched,
 ):
     def peak(settings):
@@ -32,10 +33,7 @@ def test_peak_memory_is_that_of_stock_horovod_the_residue_and_a_copy_of_what_is_
 
     dense = peak("dense")
     assert dense > 1.9 * MODEL_BYTES, "parameters and gradients"
-    for settings, models in (
-        ({}, 1),
-        ({"lookahead": True, "leader": "staggered"}, 2),  # the first step is uncompressed
-        ({"warmup_steps": 2}, 2),
-    ):
+    # With look-ahead, the first step is uncompressed.
+    for settings in ({}, {"lookahead": True, "leader": "staggered"}, {"warmup_steps": 2}):
         beyond = (peak(json.dumps(settings)) - dense) / MODEL_BYTES
-        assert models - 0.1 < beyond < models + 0.4, f"{settings}: {beyond:.2f} times the model"
+        assert 1.9 < beyond < 2.4, f"{settings}: {beyond:.2f} times the model"
