@@ -149,11 +149,6 @@ class Residues:
             tensor.enter(stage)
         return before is not None
 
-    def lanes_at(self, step: int) -> dict[str, Lanes]:
-        """{name: lanes} of the compressed tensors in a step."""
-        stage = self.stage_at(step)
-        return {name: tensor.lanes(stage) for name, tensor in self.tensors.items()}
-
     def attach(
         self,
         parameters: Mapping[str, torch.Tensor],

@@ -281,7 +281,8 @@ class Run:
             return  # it was saved before the first step, or by a single process
         saved = {name: tuple(residue.shape) for name, residue in state["residues"].items()}
         saved_state.check_residues(saved, {name: tuple(t.shape) for name, t in tensors.items()})
-        method, lanes = self._method, self.residues.lanes_at(int(state["step"]))
+        method, stage = self._method, self.residues.stage_at(int(state["step"]))
+        lanes = {name: tensor.lanes(stage) for name, tensor in self.residues.tensors.items()}
         given = {"": state.get("method_state", {}).get("method", {})}  # of the whole method
         for what, values in _saved_states(state).items():
             if what in ("offsets", "scales") and what in method.equal_state:

@@ -433,12 +433,15 @@ class ScaleCom(Tracked, Compressor):
             ValueError: the state does not fit. The error names what is wrong: another model, other
                 settings, another version, or residues that are not finite.
         """
-        self._settings.check(state, bool(state.get("residues", True)))
-        saved = dict(state["residues"])
+        saved = dict(state.get("residues", {}))
         check_finite({name: bool(np.isfinite(residue).all()) for name, residue in saved.items()})
+        self._settings.check(state, bool(state.get("residues", True)))
         known = {name: tensor.shape for name, tensor in self._bound.tensors.items()}
         if saved and known:  # without residues, it was saved before the first step
-            check_residues({name: np.shape(residue) for name, residue in saved.items()}, known)
+            # Of an earlier state, some may wait for a variable that takes them up.
+            waiting = (self._bound.loaded or {"residues": {}})["residues"].keys() - known.keys()
+            found = {name: np.shape(saved[name]) for name in saved.keys() - waiting}
+            check_residues(found, known)
         for exchange in state.get("exchanges", {}).values():
             norms_of(exchange)
         self._bound.loaded = dict(state) | {"residues": saved}
@@ -447,7 +450,7 @@ class ScaleCom(Tracked, Compressor):
         for kept in self._streams:
             for progress in kept.progress.values():
                 self._take_up_progress(progress)
-        if known:
+        if known and saved.keys() <= known.keys():
             self._bound.loaded = None
 
     def _take_up_residues(self, tensors: Mapping[str, CompressedTensor]) -> None:

@@ -76,7 +76,8 @@ def reduction(
         others: list[int] = []
         for i, variable in enumerate(variables):
             is_ours = isinstance(variable, tf.Variable) and not is_sparse[i]
-            (ours if is_ours else others).append(i)
+            is_counter = grads[i] is None and not variable.dtype.is_floating
+            (ours if is_ours and not is_counter else others).append(i)
         finite = tf.constant(True)
         if others:
             its = [grads[i] for i in others], [variables[i] for i in others]

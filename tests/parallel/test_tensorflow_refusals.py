@@ -94,6 +94,17 @@ def test_complex_variables():
         hvd.DistributedGradientTape(tape, compression=hvd.ScaleCom()).gradient(loss, [wave])
 
 
+@pytest.mark.parametrize("dtype", [tf.int64, tf.bool])
+def test_a_counter_has_no_gradient_and_is_left_out(dtype):
+    weight, counter = tf.Variable(tf.ones(3000)), tf.Variable(tf.zeros([], dtype))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(weight)
+    tape = hvd.DistributedGradientTape(tape, compression=hvd.ScaleCom(min_numel=1))
+    average, nothing = tape.gradient(loss, [weight, counter])
+    assert nothing is None
+    assert average.shape == weight.shape
+
+
 def test_a_loss_scale_inside():
     """Horovod itself fails there without saying why."""
     optimizer = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD())

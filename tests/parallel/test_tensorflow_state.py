@@ -341,6 +341,30 @@ UNFIT = {
 }
 
 
+def test_what_no_variable_has_taken_up_yet_is_saved_and_loaded_again():
+    """Such as the residue of a layer that was frozen since. It waits for its variable."""
+    before = scalecom(beta=0.5)
+    run(before, range(2), MORE)
+    state = before.state_dict()
+    made = scalecom(beta=0.5)
+    made.load_state_dict(state)
+    run(made, range(1), FEW, traced=False)
+    made.load_state_dict(made.state_dict())
+    np.testing.assert_array_equal(
+        made.state_dict()["residues"]["fourth"], state["residues"]["fourth"]
+    )
+    run(made, range(1), {"fourth": MORE["fourth"]}, traced=False)
+    made.load_state_dict(made.state_dict())
+
+
+def test_a_refused_state_settles_nothing():
+    with_nan = {"residues": {"first": np.full((60, 50), np.nan, np.float32)}}
+    before, made = scalecom(nu=0.5), scalecom()
+    with pytest.raises(ValueError, match="not finite"):
+        made.load_state_dict(before.state_dict() | with_nan)
+    run(made, range(1), FEW, traced=False)  # by a tape, which takes no nu
+
+
 def test_states_that_do_not_fit_are_refused(tmp_path):
     """Before the first step, which may refuse it, and after."""
     compression, made = scalecom(beta=0.5), scalecom(beta=0.5)
