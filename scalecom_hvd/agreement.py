@@ -190,12 +190,13 @@ def compare_ranks(per_rank: Sequence[Mapping[str, Any]], topics: Sequence[str]) 
 
 def check_residues_of(everyone: Sequence[Mapping[str, Any]]) -> None:
     """Raise RuntimeError if two ranks have loaded the residues of the same rank."""
-    taken: dict[int, int] = {}
+    taken: dict[tuple[int, ...], int] = {}
     for rank, other in enumerate(everyone):
-        of = other["residues_of"]  # the rank whose residues it has loaded, or None
-        if of is not None and of in taken:
+        # Of how many ranks, and of which one, it has loaded residues. JSON has no tuples.
+        of = tuple(other["residues_of"] or ())
+        if of and of in taken:
             raise RuntimeError(
-                f"ranks {taken[of]} and {rank} have both loaded the residues of rank {of}, so "
+                f"ranks {taken[of]} and {rank} have both loaded the residues of rank {of[1]}, so "
                 "these residues would be sent twice. Every rank has its own residues: save one "
                 "file on every rank, and load a different file on each. To begin with empty "
                 "residues, load no file"

@@ -112,7 +112,7 @@ def sends(method: str, s: Setting) -> tuple[float, int]:
     knows_bits = method.startswith("ScaleCom")
     given: dict[str, Any] = {"rate": s.rate, "bits": s.bits if knows_bits else None}
     resolved = ScaleComConfig(**given).resolved(knows_bits=knows_bits)
-    return resolved.stages[0][1]
+    return (1, 32) if "*" in (resolved.rates or ()) else resolved.stages[0][1]
 
 
 def traffic(method: str, s: Setting) -> tuple[float, float]:

@@ -383,14 +383,13 @@ class Run:
         config = self.residues.config.to_dict()
         tensors = describe_tensors(parameters, self.residues)
         compared = {**describe(config, settings, tensors), **topics}
-        ranks, rank = self._loaded_from
-        is_known = ranks == collectives.size and not collectives.elastic
+        is_known = None not in self._loaded_from and not collectives.elastic
         mine = compared | {
             "name": names.numbers.claim(),
             "step": self.residues.step,
             "rung": [self.residues.rung, self.residues.rung_since],
             "state": self.digest_of_state(),
-            "residues_of": rank if is_known else None,
+            "residues_of": self._loaded_from if is_known else None,
             **told,
         }
         everyone = gather_objects(collectives, mine, "agreement")

@@ -275,8 +275,8 @@ class ScaleCom(Tracked, Compressor):
         if exchange is None or exchange.arguments != arguments or exchange.lacks(given):
             members = set() if exchange is None else exchange.members
             exchange, place = make(), self._settings.place
-            same_ranks = place.get("ranks") == horovod.size() and not is_elastic()
-            exchange.agree(sorted(given | members), place.get("rank") if same_ranks else None)
+            of = (place["ranks"], place["rank"]) if place and not is_elastic() else None
+            exchange.agree(sorted(given | members), of)
             self._settings.note_place(_place(True))
             known[key] = exchange
         self._bound.last.update((variable.ref(), exchange) for variable in variables)

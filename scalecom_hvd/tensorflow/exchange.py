@@ -102,7 +102,7 @@ class Exchange:
         self._groups = group_names(self.arguments.groups, names)
         self._description |= {"groups": self._groups, "sparse gradients": self.sparse}
 
-    def agree(self, present: Iterable[str], residues_of: int | None) -> None:
+    def agree(self, present: Iterable[str], residues_of: tuple[int, int] | None) -> None:
         """Compare settings and tensors of all ranks; agree on members, names and the step.
 
         This blocks, so ranks do it once, where every rank surely comes: at the first call for these
@@ -110,7 +110,7 @@ class Exchange:
 
         Args:
             present: names of variables that have a gradient on this rank.
-            residues_of: the rank whose residues this one has loaded; None if that is unknown.
+            residues_of: of how many ranks, and of which one, this rank has residues, if known.
         """
         mine = self._description | {
             "present": list(present),

@@ -99,11 +99,12 @@ def test_ranks_that_load_the_residues_of_one_rank_are_refused(library, mode):
     compressor.load_state_dict(states[(hvd.rank() + 1) % hvd.size()])
     models.take_steps(optimizer, model, range(3, 5))
     assert compressor.stats()["step"] == 5
-    optimizer, compressor = make(library, model := models.parameters(SHAPES), **mode)
-    compressor.load_state_dict(states[0])
-    refusal = "ranks 0 and 1 have both loaded the residues of rank 0"
-    with pytest.raises(RuntimeError, match=refusal):
-        models.take_steps(optimizer, model, range(3, 5))
+    for ranks in (hvd.size(), 8):
+        optimizer, compressor = make(library, model := models.parameters(SHAPES), **mode)
+        compressor.load_state_dict(states[0] | {"ranks": ranks})
+        refusal = "ranks 0 and 1 have both loaded the residues of rank 0"
+        with pytest.raises(RuntimeError, match=refusal):
+            models.take_steps(optimizer, model, range(3, 5))
 
 
 def test_buckets_of_a_state_that_no_longer_fit_are_made_anew():

@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 import operator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from simulated import assert_same
 import scalecom_hvd.torch as hvd
 from scalecom_hvd.exchange.background_thread import wait_for_kept
 from scalecom_hvd.exchange.gradients import have_finite_gradients
+from scalecom_hvd.exchange.local.worker import Worker
 
 BF16 = torch.bfloat16
 
@@ -586,3 +588,11 @@ def test_synchronising_after_different_numbers_of_steps_is_refused():
     ranks.locals[1].taken += 1
     with pytest.raises(RuntimeError, match=r"steps, \[3, 4\]\. Let every rank take every step"):
         ranks.simulation.synchronise()
+
+
+def test_the_norm_of_a_nodes_shards_may_overflow():
+    """Other ranks of the node wait for it, so it must not raise."""
+    alone = SimpleNamespace(add_up=lambda total, name: SimpleNamespace(wait=lambda: total))
+    worker = SimpleNamespace(node=alone)
+    assert Worker.norm(worker, 3.0, torch.device("cpu")) == 3.0
+    assert Worker.norm(worker, 1e200, torch.device("cpu")) == math.inf

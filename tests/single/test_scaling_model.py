@@ -51,6 +51,8 @@ def test_bytes_are_those_of_a_ring():
         assert offsets == (n - 1) / n * 10_000
         assert model.traffic("dense", s)[0] == 100 * values
         assert model.traffic("local top-k", s)[0] == (n - 1) * 80_000
+        one = Setting(n, 1, 150, numel=1_000_000, rate=1)  # without bits, it means whole
+        assert model.traffic("ScaleCom staggered", one) == (100 * values, 0)
         # Sums of 4-bit values over n ranks take 5, 6 and 7 bits. A word holds 6, 5 and 4 of them.
         values, offsets = model.traffic("ScaleCom staggered", Setting(n, 1, 150, numel=8_000_000))
         fields = {2: 6, 4: 5, 8: 4}[n]

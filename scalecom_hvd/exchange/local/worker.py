@@ -113,7 +113,7 @@ class Worker(Mapping[str, torch.Tensor]):
         """The norm of all shards together, from that of this rank's."""
         if self.node is None:
             return mine
-        total = torch.tensor([mine**2], dtype=torch.float64, device=device)
+        total = torch.tensor([mine * mine], dtype=torch.float64, device=device)
         return math.sqrt(float(self.node.add_up(total, "norm").wait()))
 
     def complete(self, names: Iterable[str]) -> None:
