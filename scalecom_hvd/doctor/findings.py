@@ -59,12 +59,12 @@ def build_horovod(framework: str) -> tuple[str, str]:
         "and with PyTorch's CUDA build also a CUDA toolkit, in CUDA_HOME and HOROVOD_CUDA_HOME:",
         "pip download --no-deps --no-build-isolation --no-binary :all: horovod==0.28.1"
         " && tar xf horovod-0.28.1.tar.gz"
-        " && cd horovod-0.28.1"
+        " && (cd horovod-0.28.1"  # the shell stays out of the sources, which hide what is built
         " && sed -i 's/CXX_STANDARD 14/CXX_STANDARD 17/' CMakeLists.txt"
         " && sed -i 's/CXX_STANDARD 14/CXX_STANDARD 20/' horovod/torch/CMakeLists.txt"
         f" && CMAKE_POLICY_VERSION_MINIMUM=3.5 CXXFLAGS='{includes}' "
         f"HOROVOD_WITH_{FRAMEWORKS[framework].upper()}=1 pip install --force-reinstall --no-deps "
-        "--no-build-isolation .",
+        "--no-build-isolation .)",
     )
 
 
