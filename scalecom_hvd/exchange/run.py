@@ -282,7 +282,7 @@ class Run:
         saved = {name: tuple(residue.shape) for name, residue in state["residues"].items()}
         saved_state.check_residues(saved, {name: tuple(t.shape) for name, t in tensors.items()})
         method, stage = self._method, self.residues.stage_at(int(state["step"]))
-        lanes = {name: tensor.lanes(stage) for name, tensor in self.residues.tensors.items()}
+        lanes = {name: tensor.lanes(stage) for name, tensor in tensors.items()}
         given = {"": state.get("method_state", {}).get("method", {})}  # of the whole method
         for what, values in _saved_states(state).items():
             if what in ("offsets", "scales") and what in method.equal_state:

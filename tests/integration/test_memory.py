@@ -16,9 +16,7 @@ MODEL_BYTES = 32_000_000 * 4
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_peak_memory_is_that_of_stock_horovod_the_residue_and_one_copy(
-    launched,
-):
+def test_peak_memory_is_that_of_stock_horovod_the_residue_and_one_copy(launched):
     def peak(settings):
         # Fusion is off, because its buffer is as large as the fused tensors. malloc must return
         # freed blocks to the system, or peaks vary at random.
