@@ -72,25 +72,17 @@ class Job:
 LOCAL_STEPS = Job("transformer", 2, (100, 1000), (ALONE, "dense", *LOCAL), 4.0)
 HOROVOD = (ALONE, "dense", "ScaleCom cyclic", "ScaleCom look-ahead")
 # DistributedDataParallel with PyTorch's hooks and ours, and Horovod next to it.
+SPEEDS = (100, 1000, 10_000, 0)
 DDP_JOBS = [
-    Job(case, n_hosts, speeds, methods, 2.0)
-    for case, n_hosts, speeds in (
-        ("transformer", 2, (100, 1000, 10_000, 0)),
-        ("transformer", 4, (100, 1000, 10_000, 0)),
-        ("resnet", 2, (100, 1000, 0)),
-    )
+    Job("transformer", n_hosts, SPEEDS, methods, 2.0)
+    for n_hosts in (2, 4)
     for methods in ((ALONE, *DDP), HOROVOD)
 ]
-
-
 # Every rung of the ladder, and the one that rate="auto" takes.
 RUNG_JOBS = [
-    Job("transformer", n_hosts, (100, 1000, 10_000, 0), (ALONE, "DDP dense", *RUNGS), 3.0)
-    for n_hosts in (2, 4)
+    Job("transformer", n_hosts, SPEEDS, (ALONE, "DDP dense", *RUNGS), 3.0) for n_hosts in (2, 4)
 ]
-# docs/speed.md asks `plan` about this model's steps.
-GPT2_JOBS = [Job("gpt2", n_hosts, (1000,), HOROVOD, 10.0) for n_hosts in (2, 4)]
-SOME = {"local-steps": [LOCAL_STEPS], "ddp": DDP_JOBS, "rungs": RUNG_JOBS, "gpt2": GPT2_JOBS}
+SOME = {"local-steps": [LOCAL_STEPS], "ddp": DDP_JOBS, "rungs": RUNG_JOBS}
 
 
 def jobs(quick: bool) -> Iterator[Job]:
@@ -101,16 +93,13 @@ def jobs(quick: bool) -> Iterator[Job]:
         under_ddp = ("DDP dense", "DDP PowerSGD, rank 4", "DDP ScaleCom look-ahead")
         yield Job("transformer", 2, (1000,), (ALONE, *under_ddp), 1.0)
         return
-    speeds = (100, 1000, 10_000, 0)
-    yield Job("transformer", 2, speeds, tuple(METHODS), 3.0)
-    yield Job("transformer", 4, speeds, tuple(m for m in METHODS if m != "fp16"), 2.0)
+    yield Job("transformer", 2, SPEEDS, tuple(METHODS), 3.0)
+    yield Job("transformer", 4, SPEEDS, tuple(m for m in METHODS if m != "fp16"), 2.0)
     # Bytes and latency with more workers than this machine has cores for.
     many = ("dense", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead")
     yield Job("transformer", 8, (1000,), (ALONE, *many), 2.0)
     yield LOCAL_STEPS
     yield from DDP_JOBS
-    of_resnet = ("dense", "fp16", "local top-k", "ScaleCom look-ahead")
-    yield Job("resnet", 2, (100, 1000, 0), (ALONE, *of_resnet), 2.0)
 
 
 def run_all(todo: list[Job], folder: Path, timeout: float) -> list[Result]:

@@ -1,4 +1,4 @@
-"""What `make bench` trains: models whose compute is a pause, as if a GPU did it, and a real ResNet.
+"""What `make bench` trains: models whose compute is a pause, as if a GPU did it.
 
 bench_worker.py runs them on every rank.
 """
@@ -13,12 +13,10 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))  # scripts to copy
 sys.path.append(str(Path(__file__).resolve().parents[1] / "race"))
 
 import race_images
 import race_language
-import train_image
 
 Loss = Callable[[torch.nn.Module], torch.Tensor]
 
@@ -121,11 +119,6 @@ def paused_transformer(
     return model, lambda model: model(x)
 
 
-def gpt2(seed: int) -> tuple[torch.nn.Module, Loss]:
-    """GPT-2's shapes: 124 M parameters with tied embedding; a step computes for 400 ms."""
-    return paused_transformer(seed, 0.4, transformer_shapes(12, 768, 50_257, 1024))
-
-
 def language_model(seed: int) -> tuple[torch.nn.Module, Loss]:
     """The shapes of the race's language model, 5 M parameters; a step computes for 30 ms.
 
@@ -149,14 +142,6 @@ def shapes_of(parts: Iterable[torch.nn.Module]) -> list[list[tuple[int, ...]]]:
     return [[tuple(p.shape) for p in part.parameters()] for part in parts]
 
 
-def resnet(seed: int) -> tuple[torch.nn.Module, Loss]:
-    """A ResNet of 4.9 M parameters that really computes, on images of random numbers."""
-    torch.manual_seed(seed)
-    model = train_image.ResNet("batch", channels=3, classes=10, width=128)
-    images, labels = torch.randn(4, 3, 16, 16), torch.randint(10, (4,))
-    return model, lambda model: torch.nn.functional.cross_entropy(model(images), labels)
-
-
 # The optimizers of cases whose steps are those of a whole run. Others have plain SGD.
 OPTIMIZERS = {
     "language-model": torch.optim.AdamW,
@@ -164,8 +149,6 @@ OPTIMIZERS = {
 }
 CASES = {
     "transformer": paused_transformer,
-    "gpt2": gpt2,
     "language-model": language_model,
     "race-resnet": race_resnet,
-    "resnet": resnet,
 }

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import scalecom_hvd.ddp as ddp
 import scalecom_hvd.torch as hvd
 from scalecom_hvd.exchange.unused_averages import TRIAL
-from scalecom_hvd.stages import LADDER, WHOLE
+from scalecom_hvd.stages import LADDER, START, WHOLE
 
 IN_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 SETTLING_STEPS = TRIAL + 2  # in the first exchanges residues are copied
@@ -40,7 +40,7 @@ SETTLING_STEPS = TRIAL + 2  # in the first exchanges residues are copied
 # until the element has been sent for the first time. Of a whole run, that is the beginning.
 SETTLING_STEPS_OF_ADAMW = 100
 # rate="auto" looks for its rung at the speed that is measured, twice.
-SETTLING_STEPS_OF_AUTO = 400
+STEPS_OF_SEARCH = 400
 LOCAL_TOP_K_RATE = 100
 # The paper's form: values are sent as they are.
 PAPER = {"bits": 32, "rate": 100}
@@ -242,6 +242,19 @@ def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[
     }
 
 
+def search(training: Training) -> dict[str, Any]:
+    """Let rate="auto" find its rung. Returns the rungs by their first steps, and steps' times."""
+    rungs, times = {0: START}, []
+    for step in range(1, STEPS_OF_SEARCH + 1):
+        begun = time.perf_counter()
+        training.step()
+        times.append((time.perf_counter() - begun) * 1e3)
+        told = training.state.stats()
+        if told["rung"] != list(rungs.values())[-1]:
+            rungs[step] = told["rung"]
+    return {"stage": told["stage"], "rungs": rungs, "search_ms": times}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", choices=bench_cases.CASES, default="transformer")
@@ -259,21 +272,19 @@ def main() -> None:
     for method in arguments.methods:
         training = settled(arguments, method)
         for mbit in arguments.mbit:
-            if method == AUTO:
-                training = settled(arguments, method)
             gather(torch.zeros(1))
             shape(mbit or None)
-            for _ in range(SETTLING_STEPS_OF_AUTO if method == AUTO else 0):
-                training.step()
-            result = measure(training, arguments.seconds, 2, 40)
+            found = {}
+            if method == AUTO:
+                training = Training(arguments.case, method, arguments.options)
+                found = search(training)
+            result = measure(training, arguments.seconds, 2, 40) | found
             result |= {
                 "case": arguments.case,
                 "method": method,
                 "hosts": size(),
                 "mbit": mbit,
             }
-            if method == AUTO:
-                result["stage"] = training.state.stats()["stage"]
             if rank() == 0:
                 with arguments.output.open("a") as output:
                     output.write(json.dumps(result) + "\n")

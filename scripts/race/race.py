@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import csv
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -49,6 +50,9 @@ SPEEDS = (100, 1000, 10_000)  # Mbit/s
 # By how much a loss may be above dense training's and still count as the same.
 NEAR = 0.01
 Run = dict[str, Any]
+Rungs = dict[int, int]
+Steps = dict[tuple[str, float], bench.Result]
+"""{(bench_worker.py's name of a step, Mbit/s): what it measured}."""
 Curve = list[tuple[float, float]]
 """(seconds, loss): after each evaluation."""
 
@@ -75,12 +79,16 @@ class Race:
         # The code that made each result in use.
         self.codes: dict[Path, str | None] = {}
 
-    def run(self, way: str, seed: int, factor: float, share: float = 1.0) -> Run:
+    def run(
+        self, way: str, seed: int, factor: float, share: float = 1.0, rungs: Rungs | None = None
+    ) -> Run:
         """A run; it is done now unless it was done before. share: of the steps."""
         steps, lr = round(self.steps * share), self.task.lr * factor
         name = f"{way} of {steps} steps, {self.workers} workers, seed {seed}, lr {lr:g}"
         # A digest of what else determines a run.
-        kind = hashlib.sha256(repr((self.task.size, WAYS[way].trains_as)).encode()).hexdigest()[:8]
+        options = {} if rungs is None else {"rungs": rungs}
+        others = (self.task.size, WAYS[way].trains_as, *options.values())
+        kind = hashlib.sha256(repr(others).encode()).hexdigest()[:8]
         file = self.folder / "runs" / f"{name.replace(', ', ' ').replace(' ', '-')}-{kind}.json"
         if not file.exists():
             print(name, file=sys.stderr, flush=True)
@@ -89,6 +97,7 @@ class Race:
             every = max(1, min(LOCAL_STEPS, steps // 10))
             program += ["--pieces", str(self.folder), "--every", str(every)]
             program += ["--size", "tiny"] * self.tiny + ["--code", self.code, "--task", self.name]
+            program += ["--options", repr(options)]
             command = launch.command("torchrun", self.workers, program)
             environment = launch.environment(OMP_NUM_THREADS="1", PYTHONPATH=str(SCRIPTS.parent))
             if subprocess.run(command, env=environment).returncode:
@@ -97,7 +106,7 @@ class Race:
         self.codes[file] = run.get("code")
         return run
 
-    def factor(self, way: str, tunes: bool) -> float:
+    def factor(self, way: str, tunes: bool, rungs: Rungs | None) -> float:
         """The best of the learning rate's factors; more are tried while the best is at an end."""
         own = WAYS[way].rate
         if not tunes:
@@ -105,14 +114,14 @@ class Race:
         ends: dict[float, float] = {}
         tried = [factor * own for factor in FACTORS]
         while tried:
-            ends |= {factor: final(self.run(way, 0, factor, TUNING)) for factor in tried}
+            ends |= {each: final(self.run(way, 0, each, TUNING, rungs)) for each in tried}
             best = min(ends, key=lambda factor: ends[factor])
             lowest, highest = min(ends), max(ends)
             tried = [best / 2] * (best == lowest) + [best * 2] * (best == highest)
         return best
 
-    def step_times(self, ways: Sequence[str]) -> dict[tuple[str, float], float]:
-        """{(bench_worker.py's name of a step, Mbit/s): milliseconds} for these ways, in one job.
+    def step_times(self, ways: Sequence[str]) -> Steps:
+        """What was measured of these ways' steps, in one job.
 
         ways: dense training is among them.
         """
@@ -128,7 +137,7 @@ class Race:
             file.write_text(json.dumps(found, indent=1))
             bench.forget(self.folder / "jobs")
         self.codes[file] = found["code"]
-        return {(r["method"], r["mbit"]): r["step_ms"] for r in found["results"]}
+        return {(r["method"], r["mbit"]): r for r in found["results"]}
 
 
 def final(run: Run) -> float:
@@ -142,19 +151,18 @@ def mean_end(runs: Sequence[Run]) -> float:
     return statistics.mean(map(final, runs))
 
 
-def curve(
-    way: Way, runs: Sequence[Run], times: Mapping[tuple[str, float], float], mbit: float
-) -> Curve:
+def curve(way: Way, runs: Sequence[Run], timed: Steps, mbit: float) -> Curve:
     """The mean loss of these runs over time."""
-    step = times[way.timed_as, mbit]
+    step = timed[way.timed_as, mbit]["step_ms"]
     if way.microbatches > 1:
-        step += (way.microbatches - 1) * times["forward and backward", mbit]
-    dense = times["DDP dense, one bucket", mbit] if way.begins else 0.0
+        step += (way.microbatches - 1) * timed["forward and backward", mbit]["step_ms"]
     steps = [int(n) for n in runs[0]["losses"]]
-    first = round(way.begins * steps[-1])
+    first = timed[way.timed_as, mbit].get("search_ms", [])
+    if way.begins:
+        first = [timed["DDP dense, one bucket", mbit]["step_ms"]] * round(way.begins * steps[-1])
     found = []
     for n in steps:
-        milliseconds = min(n, first) * dense + max(0, n - first) * step
+        milliseconds = sum(first[:n]) + max(0, n - len(first)) * step
         losses = [run["losses"][str(n)] for run in runs]
         found.append((milliseconds / 1e3, statistics.mean(losses)))
     return found
@@ -169,25 +177,17 @@ def time_to(loss: float, points: Curve) -> float | None:
     return None
 
 
-def loss_at(seconds: float, points: Curve) -> float:
-    """The loss of a curve at a time; after its end, its last loss."""
-    for (before, above), (after, below) in zip(points, points[1:], strict=False):
-        if after >= seconds:
-            return above + (below - above) * (seconds - before) / max(after - before, 1e-9)
-    return points[-1][1]
-
-
 def table(curves: Mapping[tuple[str, float], Curve], ways: Sequence[str]) -> Iterator[str]:
     """For each speed, how long each way takes to reach dense training's last loss."""
     for mbit in SPEEDS:
         dense = curves[DENSE, mbit]
-        loss, whole = dense[-1][1] + NEAR, dense[-1][0]
-        dense_reached = time_to(loss, dense) or whole
+        loss = dense[-1][1] + NEAR
+        dense_reached = time_to(loss, dense) or dense[-1][0]
         yield ""
         yield f"{bench.speed(mbit)}: seconds to the loss with which dense training ends, {loss:.3f}"
         yield ""
-        yield "| way | seconds | times as soon | whole run, s | last loss | loss at a tenth |"
-        yield "|---|---|---|---|---|---|"
+        yield "| way | seconds | times as soon | whole run, s | last loss |"
+        yield "|---|---|---|---|---|"
         for way in ways:
             points = curves[way, mbit]
             reached = time_to(loss, points)
@@ -196,11 +196,8 @@ def table(curves: Mapping[tuple[str, float], Curve], ways: Sequence[str]) -> Ite
                 if reached is None
                 else (f"{reached:.1f}", f"{dense_reached / reached:.1f}")
             )
-            tenth = loss_at(whole / 10, points)
-            yield (
-                f"| {way} | {cells[0]} | {cells[1]} | {points[-1][0]:.1f} | {points[-1][1]:.3f} "
-                f"| {tenth:.3f} |"
-            )
+            seconds, last = points[-1]
+            yield f"| {way} | {cells[0]} | {cells[1]} | {seconds:.1f} | {last:.3f} |"
 
 
 def write_csv(curves: Mapping[tuple[str, float], Curve], path: Path) -> None:
@@ -212,12 +209,13 @@ def write_csv(curves: Mapping[tuple[str, float], Curve], path: Path) -> None:
             rows.writerows([way, mbit, f"{s:.2f}", f"{loss:.4f}"] for s, loss in points)
 
 
-def write_steps(times: Mapping[tuple[str, float], float], hosts: int, path: Path) -> None:
+def write_steps(timed: Steps, hosts: int, path: Path) -> None:
     """A row for each step that was timed, as docs/race_steps.csv has them."""
     with path.open("w", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["method", "hosts", "mbit", "step_ms"])
-        rows.writerows([m, hosts, f"{mbit:g}", f"{t:.1f}"] for (m, mbit), t in times.items())
+        for (method, mbit), r in timed.items():
+            rows.writerow([method, hosts, f"{mbit:g}", f"{r['step_ms']:.1f}"])
 
 
 def main() -> None:
@@ -232,23 +230,23 @@ def main() -> None:
     race = Race(folder, args.task, args.workers, args.steps, args.quick)
     try:
         # Do this first: if it fails, it fails soon. Time all ways, so that all are of one job.
-        times = race.step_times(ways if args.quick else list(WAYS))
+        timed = race.step_times(ways if args.quick else list(WAYS))
     except (PermissionError, FileNotFoundError, RuntimeError, subprocess.TimeoutExpired) as error:
         sys.exit(f"make race: {error}")
-    runs: dict[str, list[Run]] = {}
-    for way in ways:
-        factor = race.factor(way, tunes=not args.untuned)
+    runs: dict[tuple[str, float], list[Run]] = {}
+    for way, mbit in itertools.product(ways, SPEEDS):
+        found = timed[WAYS[way].timed_as, mbit].get("rungs", {})
+        rungs = {int(step): rung for step, rung in found.items()} or None
+        factor = race.factor(way, not args.untuned, rungs)
         for length in WAYS[way].lengths:
-            own = [race.run(way, s, factor, length) for s in range(1, args.seeds + 1)]
-            runs.setdefault(way, own)
+            own = [race.run(way, s, factor, length, rungs) for s in range(1, args.seeds + 1)]
+            runs.setdefault((way, mbit), own)
             # This is as near as another seed might be.
-            if mean_end(own) <= mean_end(runs[DENSE]) + NEAR:
-                runs[way] = own
+            if mean_end(own) <= mean_end(runs[DENSE, mbit]) + NEAR:
+                runs[way, mbit] = own
                 break
-    curves = {
-        (way, mbit): curve(WAYS[way], runs[way], times, mbit) for mbit in SPEEDS for way in ways
-    }
-    write_steps(times, args.workers, folder / "steps.csv")
+    curves = {(way, mbit): curve(WAYS[way], own, timed, mbit) for (way, mbit), own in runs.items()}
+    write_steps(timed, args.workers, folder / "steps.csv")
     write_csv(curves, folder / "curves.csv")
     told = {run["parameters"] for own in runs.values() for run in own}
     print(

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import scalecom_hvd.ddp as ddp
+from scalecom_hvd.exchange.pace import Pace
 
 Hook = tuple[Any, Any]
 """A state and a communication hook of DistributedDataParallel."""
@@ -44,6 +46,7 @@ class Way:
         timed_as: bench_worker.py's name of the way's step.
         alone: whether every rank trains alone. Rank 0 is evaluated.
         begins: the share of the steps that come first and are dense, in one bucket.
+        takes_rungs: whether its rungs are those that rate="auto" found while steps were timed.
         rate: a factor of the learning rates that are tried. With AdamW, a batch m times as large
             has sqrt(m) times the rate if noise dominates.
     """
@@ -56,6 +59,7 @@ class Way:
     local: Callable[[], dict[str, Any]] | None = None
     alone: bool = False
     begins: float = 0.0
+    takes_rungs: bool = False
     rate: float = 1.0
 
     @property
@@ -80,6 +84,17 @@ def _scalecom(model: DistributedDataParallel, steps: int, **settings: Any) -> Ho
     return ddp.ScaleComState(model, **settings), ddp.scalecom_hook
 
 
+def _auto(model: DistributedDataParallel, steps: int, rungs: dict[int, int], **_: Any) -> Hook:
+    """rate="auto", whose rungs ({first step: rung}) were found where the network is slow."""
+
+    def vote(pace: Pace) -> int:
+        coming = pace._residues.step + 1
+        return 1 + rungs[max(n for n in rungs if n <= coming)] if dist.get_rank() == 0 else 0
+
+    Pace.vote = vote  # type: ignore[method-assign]
+    return ddp.ScaleComState(model, rate="auto"), ddp.scalecom_hook
+
+
 def _power_sgd(rank: int) -> Way:
     def hook(model: DistributedDataParallel, steps: int, **settings: Any) -> Hook:
         start = max(2, round(POWER_SGD_BEGINS * steps))
@@ -92,11 +107,12 @@ def _power_sgd(rank: int) -> Way:
 POWER_SGD_BEGINS = 0.1
 DENSE, OURS = "DDP, dense", "ScaleCom"
 # With the defaults, or with other settings.
-WITH_SETTINGS = (OURS, "ScaleCom, 4 times the batch")
+WITH_SETTINGS = (OURS, "ScaleCom, auto", "ScaleCom, 4 times the batch")
 WAYS = {
     DENSE: Way("DDP dense", lengths=(1.0,)),
     "one worker alone": Way("no communication", alone=True),
     OURS: Way("DDP ScaleCom cyclic", hook=_scalecom),
+    "ScaleCom, auto": Way("DDP ScaleCom, auto", hook=_auto, takes_rungs=True),
     "DDP's fp16 hook": Way(
         "DDP fp16 hook",
         hook=lambda model, steps, **settings: (None, default_hooks.fp16_compress_hook),
