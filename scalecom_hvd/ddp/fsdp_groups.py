@@ -1,7 +1,8 @@
 """What FSDP2 does with the gradients of a group of parameters, which only private names tell.
 
 `FSDPModule.set_gradient_divide_factor(f)` makes plain FSDP2 divide the sum over all ranks by f. If
-FSDP2 sums inside nodes only, the average over nodes is then too small by the number of nodes.
+FSDP2 sums inside nodes only, the average over nodes is then too small by the number of nodes. So
+FSDP2 is given f over this number instead, once f is known.
 
 If a model is sharded over both dimensions of a mesh (HSDP), FSDP2 itself averages between nodes. It
 is given a group of one rank for this. So it sends nothing, and its settings keep their meaning,
@@ -70,17 +71,32 @@ class FsdpGroups:
     def __del__(self) -> None:  # a weakref.finalize would hold the model
         for group in self._hybrid:
             own = group.mesh_info
-            owners = {_owner(each.sharded_param) for each in group.fsdp_params}
-            if isinstance(own.replicate_process_group, _Alone) and owners <= {None, self}:
+            if isinstance(own.replicate_process_group, _Alone) and self._owns(group):
                 own.replicate_process_group = own.replicate_process_group.instead_of
+        for group in set(self._of.values()):
+            factor = group.gradient_divide_factor
+            if isinstance(factor, _OfNode) and self._owns(group):
+                group.gradient_divide_factor = factor.instead_of
+
+    def _owns(self, group: Any) -> bool:
+        return {_owner(each.sharded_param) for each in group.fsdp_params} <= {None, self}
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether no later optimizer has the parameter."""
         return _owner(parameter) is self
 
-    def is_factor_given(self, parameter: torch.Tensor) -> bool:
-        """Whether the script chose what this parameter's gradients are divided by."""
-        return getattr(self._of.get(parameter), "gradient_divide_factor", None) is not None
+    def is_too_small(self, parameter: torch.Tensor) -> bool:
+        """Whether a gradient was just divided by a factor that the script chose for all nodes."""
+        factor = getattr(self._of.get(parameter), "gradient_divide_factor", None)
+        return factor is not None and not isinstance(factor, _OfNode)
+
+    def divide_by_less(self, nodes: int) -> None:
+        """From the next backward on, let FSDP2 divide by factors that make no gradient too small.
+
+        Backward adds to p.grad, so it must find its own units there.
+        """
+        for group in {self._of[p] for p in self._of if self.is_too_small(p)}:
+            group.gradient_divide_factor = _OfNode(group.gradient_divide_factor, nodes)
 
     def check_owned(self) -> None:
         """Raise RuntimeError if nothing averages a gradient that FSDP2 would have averaged."""
@@ -95,6 +111,17 @@ _owners: MutableMapping[torch.Tensor, weakref.ref[FsdpGroups]] = WeakTensorKeyDi
 def _owner(parameter: torch.Tensor) -> FsdpGroups | None:
     found = _owners.get(parameter)
     return None if found is None else found()
+
+
+class _OfNode(float):
+    """What FSDP2 divides by instead of the factor that the script gave."""
+
+    def __new__(cls, given: float, nodes: int) -> _OfNode:
+        own = super().__new__(cls, given / nodes)
+        own.instead_of = given
+        return own
+
+    instead_of: float
 
 
 class _Alone(dist.ProcessGroup):

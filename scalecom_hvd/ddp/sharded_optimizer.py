@@ -65,8 +65,9 @@ class ShardedGradients:
         self._backward: int | None = None
         self._latest = -1
         self._came: set[torch.Tensor] = set()
-        # Parameters that got gradients in this step, in order, and gradients that the exchange has.
-        self._arrived: dict[torch.Tensor, None] = {}
+        # Parameters that got gradients in this step, in order, and whether these are too small; see
+        # FsdpGroups. Then gradients that the exchange has.
+        self._arrived: dict[torch.Tensor, bool] = {}
         self._taken: dict[torch.Tensor, Any] = {}
         # Parameters of modules that are called twice. After passes without synchronisation, their
         # gradients may be reduced twice in a backward. They are complete only the second time.
@@ -95,8 +96,7 @@ class ShardedGradients:
                     "checkpointing with use_reentrant=True. Give checkpoint(..., "
                     "use_reentrant=False)"
                 )
-            if self._backward is not None:  # the last ended in an error: its gradients are lost
-                self.forget(keeps=False)
+            self.end_failed_backward()
             self._backward = self._latest = backward
             # Autograd calls this after what was queued before. If several models were sharded one
             # by one, FSDP2 reduces some of their gradients in callbacks that it queues later.
@@ -108,7 +108,7 @@ class ShardedGradients:
         if parameter in self._came:
             self._late.add(parameter)
         self._came.add(parameter)
-        self._arrived[parameter] = None
+        self._arrived[parameter] = self._fsdp.is_too_small(parameter)
         if parameter in self._taken:  # too early
             self._exchange.abort()
             self._give_back()
@@ -157,16 +157,18 @@ class ShardedGradients:
             for parameter in dict.fromkeys([*self._arrived, *self.names]):
                 if parameter not in self._taken:
                     self._report(parameter)
-            averages = self._exchange.finish()
+            averages, nodes = self._exchange.finish(), self._exchange.collectives.size
             self._give_back()
             for parameter, name in self.names.items():
                 if name in averages:
                     average = averages[name].view(local_part(parameter).shape)
-                    if self._fsdp.is_factor_given(parameter):
-                        average.mul_(self._exchange.collectives.size)
+                    if self._arrived.get(parameter):
+                        average.mul_(nodes)
                     _put(parameter, average)
                 if parameter.grad is not None:
                     self._left[parameter] = weakref.ref(parameter.grad)
+            if self._exchange.node.size > 1:  # else FSDP2 divides float16 and float64 twice
+                self._fsdp.divide_by_less(nodes)
         finally:  # after an error the exchange has given the step up
             self.forget()
 
