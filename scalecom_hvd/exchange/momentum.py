@@ -123,8 +123,7 @@ class QuasiHyperbolic:
     def mixes_of(self, optimizer: torch.optim.Optimizer, is_outer: bool) -> list[_Mix]:
         """How momenta are mixed in the step that begins; `is_outer`: see _is_outer."""
         residues = self._residues
-        is_idle = residues.config.nu == 1 or self._collectives.size < 2
-        if is_idle or (self._calls_step_twice and is_outer):
+        if self._is_idle() or (self._calls_step_twice and is_outer):
             return []
         if not residues.step:
             self._note_step_without_exchange(optimizer)
@@ -137,17 +136,15 @@ class QuasiHyperbolic:
                 name, grad = self._names.get(parameter), parameter.grad
                 if name is None or grad is None or grad.is_sparse:
                     continue
-                rate, state = residues.take_rate(name), optimizer.state.get(parameter)
-                if rate == 1 or not state:
-                    continue
-                if momentum is None:
-                    self._warn_of_unknown(type(optimizer).__name__, state)
-                elif (
-                    (momentum.is_mixed or residues.config.nu)
-                    and (buffer := state.get(momentum.key)) is not None
-                    and _fits(buffer, parameter)
+                state = optimizer.state.get(parameter)
+                if (
+                    name in residues.last_rates
+                    and momentum is not None
+                    and (momentum.is_mixed or residues.config.nu)
+                    and state
+                    and _fits(state.get(momentum.key), parameter)
                 ):
-                    by_rate.setdefault(rate, []).append(_Pair(grad, state))
+                    by_rate.setdefault(residues.last_rates.pop(name), []).append(_Pair(grad, state))
             for rate, pairs in by_rate.items():
                 kappa = kappa_of(rate, residues.config.nu)
                 mixes.append(_Mix(pairs, group, momentum, kappa, residues.step, residues))
@@ -165,11 +162,21 @@ class QuasiHyperbolic:
         """The step that gradients were averaged for has failed."""
         _averaging.clear()
 
-    def _warn_of_unknown(self, name: str, state: Kept) -> None:
-        has_one = not {"exp_avg", "momentum_buffer"}.isdisjoint(state)
-        if has_one and name not in self._unknown:
-            self._unknown.add(name)
-            log.warning(UNKNOWN, name)
+    def _is_idle(self) -> bool:
+        return self._residues.config.nu == 1 or self._collectives.size < 2
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step is over, and with it those inside it: what none has mixed is mixed no more.
+
+        The run may be over, and another optimizer go on.
+        """
+        unknown = type(optimizer).__name__ if _momentum_of(optimizer) is None else None
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if self._residues.last_rates.pop(self._names.get(parameter), None) and unknown:
+                has_one = {"exp_avg", "momentum_buffer"} & optimizer.state.get(parameter, {}).keys()
+                if has_one and not self._is_idle() and unknown not in self._unknown:
+                    self._unknown.add(unknown)
+                    log.warning(UNKNOWN, unknown)
 
 
 def _momentum_of(optimizer: torch.optim.Optimizer) -> Momentum | None:
@@ -377,6 +384,8 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     mixes = _begun.pop(optimizer, None)
     if mixes:
         _mix(mixes, back=True)
+    for each in alive(_everyone):
+        each.end_step(optimizer)
 
 
 every_optimizer.register_optimizer_step_pre_hook(not_compiled(_before_step))

@@ -82,6 +82,7 @@ class Residues:
         buckets, ranks, rank: the names in each bucket, the number of ranks, and this one, once
             known.
         rates: {name: own rate} of all parameters, once they are known; see config.own_rates_for.
+        last_rates: {name: rate > 1} of what the last step sent, and no momentum has mixed since.
         rung, rung_since: of rate="auto" (stages.py), and the first step on it. None: a given rate.
         given_back: names of those that became what they were before the step before, because its
             averages were thrown away, when the last step began.
@@ -99,8 +100,7 @@ class Residues:
         self.rung = START if self.config.rate == "auto" else None
         self.rung_since = 0
         self._stage: Stage | None = None
-        # {name: rate} of the last step's compressed tensors that nobody has asked for.
-        self._last_rates: dict[str, float] = {}
+        self.last_rates: dict[str, float] = {}
         self.given_back: set[str] = set()
         self.health = Health()
         # How many synchronisations there are in a number of steps: fewer with local steps.
@@ -115,13 +115,6 @@ class Residues:
         """Whether a step is sent whole. On that rung, the first step also sends all that waits."""
         in_warmup = step < self.synchronisations_in(self.config.warmup_steps)
         return in_warmup or (self.rung == WHOLE and step != self.rung_since)
-
-    def take_rate(self, name: str) -> float:
-        """The rate at which the last step sent a parameter. 1: whole, or this was asked before.
-
-        The momentum mixes each average once. The run may be over, and another optimizer go on.
-        """
-        return self._last_rates.pop(name, 1.0)
 
     def stage_at(self, step: int) -> Stage:
         """What compressed tensors send in a step, on the present rung."""
@@ -229,8 +222,8 @@ class Residues:
 
     def note_step(self) -> None:
         """Note that a step counted."""
-        rates = {} if self.sends_whole else {n: t.rate for n, t in self.tensors.items()}
-        self._last_rates = rates
+        late = {} if self.sends_whole else self.tensors
+        self.last_rates = {name: tensor.rate for name, tensor in late.items() if tensor.rate != 1}
         self.step += 1
         self.health.take()
 

@@ -447,6 +447,28 @@ def test_an_optimizer_that_clips_gradients_itself_keeps_its_momentum(caplog):
     assert caplog.text.count("Lamb keeps its momentum as it is") == 1
 
 
+class Outer(torch.optim.Optimizer):
+    """Steps another optimizer inside its step, as ZeroRedundancyOptimizer and SAM do."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.inner = PLAIN["AdamW"](self.param_groups[0]["params"])
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_an_optimizer_inside_another(shares, caplog):
+    def make(params):
+        outer = Outer(params)
+        outer.state = outer.inner.state if shares else outer.state
+        return outer
+
+    assert_close(Served(make).train(range(5)).named, by_oracle(PLAIN["AdamW"], 5)[0])
+    assert not caplog.records
+
+
 def test_steps_without_new_averages_are_the_optimizers_own():
     """Nothing was compressed since: another optimizer goes on, and the method is kept."""
     served = Served(PLAIN["AdamW"]).train(range(3))
