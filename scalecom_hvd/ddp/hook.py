@@ -232,7 +232,7 @@ class ScaleComState:
             try:
                 averages = (self._in_node or self._exchange).finish()
                 if has_joined:  # the other ranks' steps use them
-                    self._unused.end(())
+                    self._unused.forget()
                 # Averages may be copied here, so from the stream whose memory they are in.
                 with self._exchange.streams.entered():
                     for reduced in everything:

@@ -244,11 +244,16 @@ class Exchange(Averager):
     def agree_anew(self) -> None:
         """At the next step, ranks compare and make buckets again: other residues were loaded."""
         with self._lock:
-            self._waves = Waves([], [], self._bucket_step)
-            self.agreed = False
-            if self._sampler is not None:
-                self._sampler.seen = None
+            self._begin_anew()
             self._copies.forget()
+            if self._options.unused is not None:
+                self._options.unused.forget()
+
+    def _begin_anew(self) -> None:
+        self._waves = Waves([], [], self._bucket_step)
+        self.agreed = False
+        if self._sampler is not None:
+            self._sampler.seen = None
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -363,7 +368,7 @@ class Exchange(Averager):
         if self._options.unused is not None:
             compressed = [name for name in bucket.names if name in self.residues.tensors]
             thrown_away = self._options.unused.thrown_away(compressed)
-            self._copies.begin_bucket(compressed, thrown_away)
+            self._copies.begin_bucket(compressed, thrown_away, self._options.unused.waiting)
         flats = self._arrived.flats(bucket.names)
         scale = 1.0 if self._unscaling is None else (yield from self._unscaling)
         used = None
@@ -481,7 +486,7 @@ class Exchange(Averager):
         # Ranks may have submitted different parts of the step. With new buffers, new names and new
         # channels, these do not meet what comes next.
         self._channels = []
-        self.agree_anew()
+        self._begin_anew()
 
     # The agreement, once, at the end of the first backward.
 

@@ -62,17 +62,26 @@ class _Steps:
     def __init__(self) -> None:
         self.begun = 0
         self.under_way: weakref.ref[torch.optim.Optimizer] | None = None
+        self._with_gradients: set[torch.Tensor] = set()  # when the step began
         every_optimizer.register_optimizer_step_pre_hook(not_compiled(self._begins))
         every_optimizer.register_optimizer_step_post_hook(not_compiled(self._ends))
 
     def _begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.begun += 1
         self.under_way = weakref.ref(optimizer)
+        self._with_gradients = _with_gradients(optimizer)
 
     def _ends(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.under_way = None
+        # A closure may bring gradients, and some optimizers take them away.
+        used, self._with_gradients = self._with_gradients | _with_gradients(optimizer), set()
         for each in alive(_everyone):
-            each.note_step(p for group in optimizer.param_groups for p in group["params"])
+            each.note_step(used)
+
+
+def _with_gradients(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+    every = (p for group in optimizer.param_groups for p in group["params"])
+    return {parameter for parameter in every if parameter.grad is not None}
 
 
 def end_step_by_error() -> None:
@@ -86,9 +95,10 @@ class UnusedAverages:
     def __init__(self, parameters: Mapping[str, torch.Tensor], calls_hooks: bool = False) -> None:
         self._own = dict(parameters)
         self._names = {parameter: name for name, parameter in parameters.items()}
-        # Names of averages that wait for a step, and what the next backward found in p.grad:
-        # nothing, or whether any is not zero. Backward tells of the parameters in _hooked.
-        self._waiting: set[str] = set()
+        # Names of averages that wait for a step, perhaps those of several exchanges, and what the
+        # next backward found in p.grad: nothing, or whether any is not zero. Backward tells of the
+        # parameters in _hooked.
+        self.waiting: set[str] = set()
         self._dropped: set[str] = set()
         self._found: dict[str, bool] = {}
         self._hooked: set[str] = set()
@@ -112,9 +122,9 @@ class UnusedAverages:
         _everyone[id(self)] = self
 
     def note_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """An optimizer has ended a step with these parameters, among others perhaps."""
+        """An optimizer has ended a step with the gradients of these parameters, perhaps others'."""
         used = {name for p in parameters if (name := self._names.get(p)) is not None}
-        self._waiting -= used
+        self.waiting -= used
         self._unstepped -= used
         lost, self._moved = self._moved & used, self._moved - used
         if lost:  # an optimizer of PyTorch moves them, and did not do so then
@@ -122,7 +132,7 @@ class UnusedAverages:
 
     def come(self, name: str) -> None:
         """Backward has a gradient, and is about to add it to p.grad."""
-        if name not in self._waiting or name in self._found or name in self._dropped:
+        if name not in self.waiting or name in self._found or name in self._dropped:
             return
         grad = self._own[name].grad
         if grad is None:
@@ -132,7 +142,7 @@ class UnusedAverages:
 
     def warn_of_replaced(self) -> None:
         """Warn, once, if a script puts gradients of its own in the place of averages that wait."""
-        if self._waiting and not self._is_in_one_step() and not self._has_warned:
+        if self.waiting and not self._is_in_one_step() and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "the script put gradients of its own into p.grad, and no optimizer step has used "
@@ -158,16 +168,16 @@ class UnusedAverages:
         """
         if self._is_in_one_step():
             return set()
-        here = self._waiting.intersection(names)
+        here = self.waiting.intersection(names)
         for name in here & self._hooked:  # this rank's backward may not reach it
             self.come(name)
         thrown = self._dropped & here
         # An average may be zero, too. If the script zeroed gradients, it zeroed them all.
         if zero := {name for name in here if not self._found.get(name, True)}:
-            for name in self._waiting & self._hooked:
+            for name in self.waiting & self._hooked:
                 self.come(name)
             thrown |= set() if True in self._found.values() else zero
-        self._waiting -= thrown
+        self.waiting -= thrown
         unknown = thrown & self._unstepped
         if not (unknown and self._have_moved()):
             return thrown
@@ -180,11 +190,15 @@ class UnusedAverages:
             self._has_moved = any(own != _sum(self._own[name]) for name, own in sums.items())
         return self._has_moved
 
+    def forget(self) -> None:
+        """Nothing is known of averages so far."""
+        self.waiting, self._dropped, self._found = set(), set(), {}
+
     def end(self, names: Iterable[str]) -> None:
-        """Gradients of these names were averaged."""
-        self._waiting, self._dropped, self._found = set(names), set(), {}
+        """Gradients of these names were averaged. What waited before waits still."""
+        self.waiting, self._dropped, self._found = self.waiting.union(names), set(), {}
         self._averaged_in = _steps.begun if _steps.under_way else None
-        asked = set() if self._has_moved else self._waiting & self._unstepped
+        asked = set() if self._has_moved else self.waiting & self._unstepped
         self._sums = {name: _sum(self._own[name]) for name in asked}
 
 
@@ -198,42 +212,45 @@ class ResidueCopies:
         self._left, self._is_needed = TRIAL, False
         # Whether values leave residues, in the last step and in this one.
         self._sent = self._sends = False
-        self._is_counted, self.thrown_away = True, 0
-        self._begun_at = -1  # after so many steps, the last step began
+        # Averages thrown away are counted once, if the step after that is given up and begins anew.
+        self.thrown_away, self._counted_at = 0, -1
 
     def begin_step(self, sends: bool) -> None:
         """A step begins. sends: whether its values leave residues."""
         self._sent, self._sends = self._sends, sends
         self._left -= sends
-        residues = self._method.residues
-        now = residues.step + residues.skipped_steps
-        if now != self._begun_at:  # or the step before was given up, and begins again
-            self._begun_at, self._is_counted, residues.given_back = now, False, set()
         if not (self._is_needed or self._left >= 0):
             self.forget()
 
-    def begin_bucket(self, names: Collection[str], thrown_away: Collection[str]) -> None:
+    def begin_bucket(
+        self, names: Collection[str], thrown_away: Collection[str], waiting: Collection[str]
+    ) -> None:
         """A bucket's step begins: residues become what they were, and are copied.
 
-        names: its compressed tensors, and those of them whose last averages were thrown away.
+        names: its compressed tensors, those of them whose last averages were thrown away, and those
+        whose averages of other exchanges wait for the same step.
         """
         returning = [name for name in names if name in thrown_away] if self._sent else []
         if thrown_away:
             self._note(thrown_away, [name for name in returning if name not in self._copies])
-        tensors, states = self._method.residues.tensors, self._method.run.tensor_states
-        equal = self._method.equal_state
+        residues, states = self._method.residues, self._method.run.tensor_states
+        equal, now = self._method.equal_state, residues.step + residues.skipped_steps
         for name in returning:
             if name in self._copies:
-                tensors[name].residue.copy_(self._copies[name])
+                residues.tensors[name].residue.copy_(self._copies[name])
                 new = {what: value for what, value in states[name].items() if what in equal}
                 states[name] = {**self._states[name], **new}
-                self._method.residues.given_back.add(name)
-                self.thrown_away += not self._is_counted
-                self._is_counted = True
+                if self._counted_at != now:
+                    self.thrown_away, self._counted_at = self.thrown_away + 1, now
+                    residues.given_back = set()
+                residues.given_back.add(name)
         for name in names if self._sends and (self._is_needed or self._left >= 0) else ():
+            if name in waiting and name in self._copies:
+                continue
+            residue = residues.tensors[name].residue
             if name not in self._copies:
-                self._copies[name] = torch.empty_like(tensors[name].residue)
-            self._copies[name].copy_(tensors[name].residue)
+                self._copies[name] = torch.empty_like(residue)
+            self._copies[name].copy_(residue)
             self._states[name] = {w: v for w, v in states[name].items() if w not in equal}
 
     def _note(self, names: Collection[str], lost: list[str]) -> None:
@@ -244,7 +261,7 @@ class ResidueCopies:
         self._is_needed = True
 
     def forget(self) -> None:
-        """Forget all copies: other residues were loaded, or a step was given up."""
+        """Forget all copies: other residues were loaded, or the trial is over."""
         self._copies, self._states = {}, {}
 
 

@@ -60,13 +60,44 @@ def test_steps_that_are_sent_whole_are_no_trial(warmup_steps, uses, caplog):
     assert not torch.equal(residue, before)
     script.step(flawed=True)  # this step is rolled back to the residues that went back
     torch.testing.assert_close(residue, before, rtol=0, atol=1e-6)
-    assert script.seen() == (1, BOTH)
     script.step()
-    assert script.seen() == (1, set())
+    assert script.seen() == (1, BOTH)
     assert not caplog.records
 
 
-def test_what_was_loaded_stays():
+@pytest.mark.parametrize("flawed", [False, True])
+def test_averages_of_several_exchanges_are_thrown_away(flawed):
+    """Residues become what they were before the first, also if the last one was skipped."""
+    script = Script(warmup_steps=0)
+    script.step()
+    residue = script.method.residues.tensors["weight"].residue
+    before = residue.clone()
+    script.report()
+    script.exchange.finish()
+    script.step(uses=False, flawed=flawed)
+    assert not torch.equal(residue, before)
+    script.step(flawed=True)
+    torch.testing.assert_close(residue, before, rtol=0, atol=1e-6)
+    assert script.seen() == (1, BOTH)
+
+
+def test_gradients_that_are_taken_away_before_the_step_are_thrown_away():
+    script = Script(warmup_steps=0)
+    script.step()
+    residues = script.method.residues.tensors
+    before = {name: tensor.residue.clone() for name, tensor in residues.items()}
+    script.report()
+    script.exchange.finish()
+    script.weight.grad = None
+    script.optimizer.step()
+    kept = residues["other"].residue.clone()
+    script.optimizer.zero_grad()
+    script.step(flawed=True)
+    torch.testing.assert_close(residues["weight"].residue, before["weight"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(residues["other"].residue, kept, rtol=0, atol=1e-6)
+
+
+def test_what_was_loaded_stays(caplog):
     script = Script(warmup_steps=0)
     script.step()
     state = copy.deepcopy(script.method.state_dict())
@@ -76,6 +107,7 @@ def test_what_was_loaded_stays():
     script.method.load_state_dict(state)
     script.step(flawed=True)  # this step is rolled back
     assert script.seen()[0] == 0
+    assert not caplog.records
     residue = script.method.residues.tensors["weight"].residue
     torch.testing.assert_close(residue, state["residues"]["weight"], rtol=0, atol=1e-6)
 
