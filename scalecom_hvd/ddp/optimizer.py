@@ -147,7 +147,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         collectives, node = peers, Node(ranks)
         if local_steps is None:
             rest = method, peers, node, named_groups, backward_passes_per_step
-            sharded = ShardedGradients(parameters, mesh, *rest)
+            with method.run.released_on_error():
+                sharded = ShardedGradients(parameters, mesh, *rest)
             wrapped = _of_own_class(
                 optimizer, (AveragesInBackward,), _gradients=sharded, _method=method
             )
@@ -213,7 +214,7 @@ def _of_own_class(
     kind = type(optimizer)
     method = property(lambda self: self._method, doc="The method, with stats() and state_dict().")
     members = {"compression": method, **members}
-    wrapped: Any = object.__new__(type(kind.__name__, (*bases, kind), members))
+    wrapped: Any = object.__new__(type(kind.__name__, (*bases, _LoadsInPlace, kind), members))
     # Leave out `step`: a learning-rate scheduler may have put a wrapper around it, which calls the
     # step of the original optimizer.
     vars(wrapped).update({name: own for name, own in vars(optimizer).items() if name != "step"})
@@ -242,7 +243,9 @@ def broadcast_parameters(
     Raises:
         ValueError: the model is sharded, and ranks of different shards would get the same values.
     """
-    state = model.state_dict() if isinstance(model, torch.nn.Module) else model
+    state: Any = model
+    if isinstance(model, torch.nn.Module):  # whose state lacks buffers that are not persistent
+        state = {**dict(model.named_buffers()), **model.state_dict()}
     items = state.values() if isinstance(state, dict) else state
     root = dist.get_process_group_ranks(process_group or dist.group.WORLD)[root_rank]
     with faces.common_parameters(state):
@@ -268,6 +271,27 @@ def _broadcast(tensor: torch.Tensor, root: int, group: dist.ProcessGroup | None)
         own.copy_(whole)
 
 
+class _LoadsInPlace:
+    """Loads a state into what it shares with the optimizer that it was made from.
+
+    A schedule that was made before has that one's groups.
+    """
+
+    param_groups: list[dict[str, Any]]
+    state: dict[torch.Tensor, Any]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        shared = dict(vars(self))
+        super().__setstate__(state)  # type: ignore[misc]
+        if "param_groups" in shared:
+            for own, loaded in zip(shared["param_groups"], self.param_groups, strict=True):
+                own.clear()
+                own.update(loaded)
+            shared["state"].clear()
+            shared["state"].update(self.state)
+            self.param_groups, self.state = shared["param_groups"], shared["state"]
+
+
 class _Averaging:
     """What an optimizer that averages gradients has besides its own class, the next base."""
 
@@ -275,11 +299,8 @@ class _Averaging:
         self, gradients: OptimizerGradients, parameters: Iterable[torch.Tensor], passes: int
     ) -> None:
         self._gradients, self._passes = gradients, passes
+        # How many backward passes each gradient lacks. 0: it was reported, and is not averaged yet.
         self._left = dict.fromkeys(parameters, passes)
-        # Parameters that were reported, and are not averaged yet.
-        self._reported: dict[torch.Tensor, None] = {}
-        # Whether backward gave any gradient since the last exchange, in however many passes.
-        self._fresh = False
         self._synchronized, self._should_synchronize = False, True
         self._step_supports_amp_scaling = False  # a GradScaler must look at averages
         itself = weakref.ref(self)
@@ -300,7 +321,7 @@ class _Averaging:
             faces.check_parameters(groups, self._left, "average")
         try:
             if self._left and self._gradients.must_exchange(fresh=self._fresh):
-                for parameter in [p for p in self._left if p not in self._reported]:
+                for parameter in [p for p, left in self._left.items() if left]:
                     self._gradients.ready(parameter)
                 for parameter in self._left:
                     _put(parameter, self._gradients.result(parameter))
@@ -313,9 +334,12 @@ class _Averaging:
         self._passes = passes
         self._forget()
 
+    @property
+    def _fresh(self) -> bool:
+        """Whether backward gave any gradient since the last exchange, in however many passes."""
+        return any(left != self._passes for left in self._left.values())
+
     def _forget(self) -> None:
-        self._reported.clear()
-        self._fresh = False
         self._left = dict.fromkeys(self._left, self._passes)
 
     @contextlib.contextmanager
@@ -372,16 +396,14 @@ def _report(optimizer: Callable[[], Any], parameter: torch.Tensor, *_: Any) -> N
     self = optimizer()
     if self is None:
         return  # it was deleted, and its parameters are still in use
-    if parameter in self._reported:
+    if self._left[parameter] == 0:
         raise AssertionError(
             "gradients were computed more than backward_passes_per_step times before "
             f"optimizer.step() or synchronize(): give backward_passes_per_step={self._passes + 1} "
             "or more to accumulate them"
         )
-    self._fresh = True
     self._left[parameter] -= 1
     if self._left[parameter] == 0:
-        self._reported[parameter] = None
         self._gradients.ready(parameter)
 
 

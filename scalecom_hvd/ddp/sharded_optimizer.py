@@ -243,6 +243,9 @@ class AveragesInBackward:
 
     skip_synchronize = skip_nothing
 
+    def synchronize_parameters(self) -> None:
+        """Do nothing: parameters are the same on all nodes after every step."""
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Add up this many backward passes from now on. Not allowed in the middle of a step."""
         self._gradients.passes = passes

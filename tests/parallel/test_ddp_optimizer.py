@@ -1,5 +1,6 @@
 """What only torch.distributed's optimizer does. What both optimizers do is tested elsewhere."""
 
+import copy
 import gc
 import time
 
@@ -177,14 +178,17 @@ def test_a_step_after_synchronize_says_that_it_averages_once_more():
 def test_a_schedule_made_before_and_one_made_after():
     model = nn.Linear(60, 60)
     broadcast_parameters(model)
-    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.1)
     before = torch.optim.lr_scheduler.StepLR(sgd, 1, gamma=0.5)
     optimizer = DistributedOptimizer(sgd, model.named_parameters(), ScaleCom(rate=10, **ALL))
     after = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     for step in range(3):
         take(model, optimizer, [step])
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         before.step()
         after.step()
+    assert sgd.state
+    assert sgd.state is optimizer.state
     assert optimizer.param_groups[0]["lr"] == 0.5**6
     assert same_on_all_ranks(model.parameters())
 
