@@ -19,18 +19,6 @@ from scalecom_hvd.scaling import NODES, Constants, Setting
 from scalecom_hvd.stages import LADDER
 from scalecom_hvd.training_warnings import SENDS_WANTED
 
-KNOWN = {
-    "bert-base": 109_482_240,
-    "bert-large": 335_141_888,
-    "gpt2": 124_439_808,
-    "gpt2-medium": 354_823_168,
-    "gpt2-large": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
-    "llama-3-8b": 8_030_261_248,
-    "resnet50": 25_557_032,
-    "vit-b-16": 86_567_656,
-}
-"""How many parameters some models have."""
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 WORTH_IT = 1.1
 """A method must make steps at least this many times as fast to be worth its trouble."""
@@ -85,13 +73,9 @@ count = _reader(_SIZES, lambda x: 1 <= x <= 1e14)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `plan` to a parser."""
-    sizes = parser.add_mutually_exclusive_group(required=True)
-    numel = "number of the model's parameters, such as 350M or 1.3B"
-    sizes.add_argument("--parameters", type=count, metavar="N", help=numel)
-    names = f"a well-known model instead of --parameters: {', '.join(KNOWN)}"
-    sizes.add_argument("--model", choices=KNOWN, metavar="NAME", help=names)
     workers, whole = _whole_number(2, " (a single worker sends nothing)"), _whole_number(1)
     for name, read, what in (
+        ("--parameters", count, "number of the model's parameters, such as 350M or 1.3B"),
         ("--workers", workers, "number of workers that train together"),
         ("--mbit", positive, "nominal speed of each worker's network link in Mbit/s"),
         ("--compute-ms", positive, "milliseconds of a step's forward and backward alone"),
@@ -101,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--local-steps", whole, "a number of local steps to show besides 4 and 16"),
         ("--steps", whole, "steps of the whole run: its time, and whether it is too short"),
     ):
-        needed = name in ("--workers", "--mbit", "--compute-ms")
+        needed = name in ("--parameters", "--workers", "--mbit", "--compute-ms")
         parser.add_argument(name, type=read, required=needed, metavar="N", help=what)
     sums = "gradients are summed on GPUs, not on processors"
     parser.add_argument("--nccl", action="store_true", help=sums)
@@ -144,7 +128,7 @@ def setting(arguments: argparse.Namespace) -> Setting:
         workers=workers,
         gbit=arguments.mbit / 1000,
         compute=arguments.compute_ms,
-        numel=arguments.parameters or float(KNOWN[arguments.model]),
+        numel=arguments.parameters,
         rate=arguments.rate,
         bits=arguments.bits,
         per_node=per_node,

@@ -11,7 +11,7 @@ import torch
 from scalecom_hvd.bucket_layout import group_names
 from scalecom_hvd.exchange.gradients import NotFinite, have_finite_gradients
 from scalecom_hvd.exchange.local.local_steps import LocalSteps
-from scalecom_hvd.exchange.local.rounds_alive import any_held, rounds_of
+from scalecom_hvd.exchange.local.rounds_alive import rounds_of
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.not_compiled import not_compiled
 from scalecom_hvd.exchange.unused_averages import end_step_by_error
@@ -155,7 +155,7 @@ def _synchronize_parameters(self: Any) -> None:
 @contextlib.contextmanager
 def common_parameters(params: dict[str, object] | list[object]) -> Iterator[None]:
     """For a broadcast of a state_dict or a list, show the common parameters of local steps."""
-    held = [local for local in rounds_of(params) if local.own.held] if any_held() else []
+    held = [local for local in rounds_of(params) if local.own.held]
     for local in held:
         local.show_common()
     try:

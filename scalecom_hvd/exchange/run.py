@@ -245,7 +245,8 @@ class Run:
             theirs, mine = state.get("rank"), averager.collectives
             # Ranks of an elastic run change their positions, but keep their states. When ranks
             # agree, it is checked that no two of them have the same rank's residues.
-            is_own = theirs in (None, mine.position) or mine.elastic or not state["residues"]
+            is_own = theirs is None or mine.elastic or not state["residues"]
+            is_own = is_own or theirs == mine.position  # a rank outside a process set has none
             if not is_own:
                 said = "rank %d of %d loads the residues that rank %s of %s saved"
                 log.warning(said, mine.position, mine.size, theirs, state.get("ranks"))

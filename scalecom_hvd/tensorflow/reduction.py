@@ -64,13 +64,13 @@ def reduction(
     ) -> list[Gradient]:
         refuse_graphs_of_tensorflow_1()
         grads = list(grads)
-        if not process_set.included() or (process_set.size() == 1 and not is_elastic()):
-            return grads
         if arguments.sparse_as_dense:
             grads = [
                 tf.convert_to_tensor(grad) if isinstance(grad, tf.IndexedSlices) else grad
                 for grad in grads
             ]
+        if not process_set.included() or (process_set.size() == 1 and not is_elastic()):
+            return grads
         is_sparse = [isinstance(grad, tf.IndexedSlices) for grad in grads]
         ours: list[int] = []
         others: list[int] = []

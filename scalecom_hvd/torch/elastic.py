@@ -20,7 +20,7 @@ from horovod.torch.elastic import state as _state
 from horovod.torch.functions import broadcast_object
 
 from scalecom_hvd.exchange.local.local_steps import LocalSteps
-from scalecom_hvd.exchange.local.rounds_alive import rounds_of
+from scalecom_hvd.exchange.local.rounds_alive import every_one, rounds_of
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.torch.optimizer import broadcast_parameters
 
@@ -97,6 +97,12 @@ class OptimizerHandler(_state.OptimizerStateHandler):
 
 class ModelHandler(_state.ModelStateHandler):
     """Keeps a model as Horovod does. Within a round of local steps, each rank keeps its own."""
+
+    def save(self) -> None:
+        """Remember this rank's model, when nothing travels that could fail the rest of a commit."""
+        for local in every_one():
+            local.collect()
+        super().save()
 
     def sync(self) -> None:
         """Give rank 0's parameters to all ranks; with local steps, the common ones to new ranks."""

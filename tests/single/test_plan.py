@@ -127,13 +127,6 @@ def test_where_it_would_pay_is_where_the_advice_changes(said):
     assert "Leave compression out" not in said(f"{words} {0.9 * mbit}")
 
 
-def test_models_have_names(said):
-    words = "--workers 4 --mbit 1000 --compute-ms 400"
-    by_name = said(f"--model gpt2 {words}")
-    assert by_name.startswith("124.4 M parameters")
-    assert by_name == said(f"--parameters 124439808 {words}")
-
-
 def test_larger_batches_and_the_whole_run_are_told(said):
     text = said(f"{SLOW} --steps 100000")
     dense, four = (
@@ -153,7 +146,7 @@ def test_larger_batches_and_the_whole_run_are_told(said):
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
-        ("", "--workers, --mbit, --compute-ms"),
+        ("", "--parameters, --workers, --mbit, --compute-ms"),
         ("--parameters abc", "such as 25000000, 350M or 1.3B, not 'abc'"),
         ("--parameters -3M", "not '-3M'"),
         ("--parameters 0", "not '0'"),
@@ -167,8 +160,6 @@ def test_larger_batches_and_the_whole_run_are_told(said):
         ("--rate 0.5", "rate must be at least 1"),
         ("--bits 9", "bits must be from 2 to 8, or 32"),
         ("--local-steps 0", "a whole number of at least 1, not '0'"),
-        ("--model gpt5", "choose from"),
-        ("--model gpt2", "not allowed with"),
         ("--gpus-per-node 3", "does not divide --workers 16"),
         ("--gpus-per-node 16", "are one node"),
     ],

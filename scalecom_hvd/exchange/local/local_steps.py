@@ -126,9 +126,8 @@ class LocalSteps(Averager):
         # _under_way: whether this rank has taken steps since its last synchronisation. _open:
         # whether any rank has taken steps since the last synchronisation of all ranks.
         self._under_way = self._open = False
-        # How many synchronisations `synchronise` added to the warm-up, whose length is given in
-        # steps.
-        self._early = 0
+        # After which steps `synchronise` added one, as long as stages given in steps were to come.
+        self._early: list[int] = []
         self._agreed = False
         # Whether ranks have yet to compare what their first local steps changed.
         self._is_first = True
@@ -159,7 +158,7 @@ class LocalSteps(Averager):
 
     def synchronisations_in(self, steps: int) -> int:
         """How many synchronisations there are in the first `steps` steps."""
-        return self.schedule.synchronisations(steps) + self._early
+        return self.schedule.synchronisations(steps) + sum(taken <= steps for taken in self._early)
 
     def step(self, take: Callable[[], Any]) -> Any:
         """Take one step of this rank's own optimizer, and synchronise if that is due.
@@ -169,6 +168,7 @@ class LocalSteps(Averager):
         """
         if self.active:
             self._begin()
+            self._under_way = True  # if the step fails half-way, what it moved is a change, too
         self.own.let_go()
         self.newcomer = False
         try:
@@ -182,7 +182,7 @@ class LocalSteps(Averager):
             self._health.skip(self.taken, "this rank")
         self.taken += 1
         if self.active:
-            self._under_way = self._open = True
+            self._open = True
             due = self.schedule.fragments_due(self.taken)
             # If another schedule made the state, its averages may still travel when more are due.
             if self._journey is not None and (
@@ -214,7 +214,9 @@ class LocalSteps(Averager):
             self._arrive()
         if not self._open:
             return
-        self._early += self.taken <= self._residues.config.warmup_steps
+        config = self._residues.config
+        if self.taken <= max(config.warmup_steps, config.stages[-1][0]):
+            self._early.append(self.taken)
         # If a rank's change is not finite, nothing is averaged, and that rank goes back to x. The
         # second attempt then works.
         for _ in range(2):
@@ -431,7 +433,7 @@ class LocalSteps(Averager):
             keeps = self.collectives.position in known
             self._send_common(root, everyone[root]["outer"], keeps)
         if known:
-            self.taken, self._early = latest, compared[0]["early"]
+            self.taken, self._early = latest, list(compared[0]["early"])
         self._open = any(other["open"] for other in compared)
 
     def _send_common(self, root: int, described: rounds_agreement.Told, keeps: bool) -> None:
@@ -490,13 +492,13 @@ class LocalSteps(Averager):
         """What is saved of this rank's local steps. The tensors are the ones in use.
 
         Returns:
-            {"local_steps": {"taken": steps, "early": synchronisations that `synchronise` added to
-            the warm-up}}, and more in these cases. The model does not hold x (steps were taken
-            since, or half precision): "common": {name: x}, "local": {name: x_i}, and "under_way"
-            and "open": whether this rank, and any rank, has taken steps since. An outer optimizer:
-            "outer", "outer_kind". Averages travel: see Journey.state_dict.
+            {"local_steps": {"taken": steps, "early": after which of them, before the last stage,
+            `synchronise` was called}}, and more in these cases. The model does not hold x (steps
+            were taken since, or half precision): "common": {name: x}, "local": {name: x_i}, and
+            "under_way" and "open": whether this rank, and any rank, has taken steps since. An outer
+            optimizer: "outer", "outer_kind". Averages travel: see Journey.state_dict.
         """
-        state: dict[str, Any] = {"taken": self.taken, "early": self._early}
+        state: dict[str, Any] = {"taken": self.taken, "early": list(self._early)}
         state |= self._outer.state_dict()
         saved = {"local_steps": state, **self.exchange.state_dict()}
         if not self.taken or not (self.own.held or self.active):
@@ -523,7 +525,9 @@ class LocalSteps(Averager):
         """Load the local steps of a complete state, and put this rank's own parameters in place."""
         own = state["local_steps"]
         self._outer.load_state_dict(own)
-        self.taken, self._early = int(own["taken"]), int(own["early"])
+        self.taken, early = int(own["taken"]), own["early"]
+        # Version 0.2 counted those in the warm-up.
+        self._early = [0] * early if isinstance(early, int) else list(early)
         self._under_way = self._open = self._agreed = False
         self._journey = None
         # A state from before the first step knows no more than a newcomer does.

@@ -32,9 +32,9 @@ def register(local: LocalSteps, travels: bool) -> None:
         atexit.register(collect_all)
 
 
-def any_held() -> bool:
-    """Whether some optimizer of this process holds parameters in the middle of a round."""
-    return any(local.own.held for local in alive(_alive))
+def every_one() -> list[LocalSteps]:
+    """All local steps of this process."""
+    return alive(_alive)
 
 
 def rounds_of(params: dict[str, object] | list[object]) -> list[LocalSteps]:

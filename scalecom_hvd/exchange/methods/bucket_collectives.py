@@ -51,25 +51,28 @@ class BucketCollectives:
         """Whether this rank is the one that chooses, now or `later` steps on."""
         return self.leader(later) == self.position
 
-    def broadcast(self, offsets: torch.Tensor, root: int) -> Wait[torch.Tensor]:
+    def broadcast(
+        self,
+        offsets: torch.Tensor,
+        root: int,
+        then: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Wait[torch.Tensor]:
         """Send a tensor of the rank at position `root` into those of all others, which are alike.
 
         Only one broadcast can be under way, because its name is fixed.
         """
         work = self._collectives.broadcast(offsets, root, self._name(f"offsets.{self.bucket}"))
-        return self._wait("offsets", work, "offsets", offsets)
+        return self._wait("offsets", work, "offsets", offsets, then)
 
     def broadcast_choice(self, choice: torch.Tensor, root: int) -> Wait[torch.Tensor]:
         """As `broadcast`, of offsets and the scales of integers, into `bucket.new_offsets()`."""
         choices = self._bucket.choices
-        message = choices.pack(choice)
-        work = self._collectives.broadcast(message, root, self._name(f"offsets.{self.bucket}"))
 
         def unpacked(message: torch.Tensor) -> torch.Tensor:
             choices.unpack(message, choice)
             return choice
 
-        return self._wait("offsets", work, "offsets", message, unpacked)
+        return self.broadcast(choices.pack(choice), root, unpacked)
 
     def average(self, values: torch.Tensor, name: str = "values") -> Wait[torch.Tensor]:
         """Average values (float32 or float64) over ranks, in place, or sum them if it is asked for.

@@ -69,15 +69,15 @@ class MonitorCallback(tf.keras.callbacks.Callback):
     def __init__(self, compression: Any = None, every: int = 50, **settings: Any) -> None:
         super().__init__()
         self.monitor: _monitoring.Monitor | None = None
-        self._compression = compression
+        self._compression, self._source = compression, None
         self._settings = {"every": every} | settings
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras. A second call of fit goes on with the same monitor."""
-        if self.monitor is None:
-            optimizer = self.model.optimizer
-            source = self._compression or getattr(optimizer, "inner_optimizer", optimizer)
-            self.monitor = Monitor(source, **self._settings)
+        """Called by Keras. Unless the optimizer is another one, the monitor goes on."""
+        optimizer = self.model.optimizer
+        source = self._compression or getattr(optimizer, "inner_optimizer", optimizer)
+        if self.monitor is None or source is not self._source:
+            self._source, self.monitor = source, Monitor(source, **self._settings)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Called by Keras."""
