@@ -96,7 +96,9 @@ class FsdpGroups:
         Backward adds to p.grad, so it must find its own units there.
         """
         for group in {self._of[p] for p in self._of if self.is_too_small(p)}:
-            group.gradient_divide_factor = _OfNode(group.gradient_divide_factor, nodes)
+            given = group.gradient_divide_factor
+            group.gradient_divide_factor = own = _OfNode(given / nodes)
+            own.instead_of = given
 
     def check_owned(self) -> None:
         """Raise RuntimeError if nothing averages a gradient that FSDP2 would have averaged."""
@@ -115,11 +117,6 @@ def _owner(parameter: torch.Tensor) -> FsdpGroups | None:
 
 class _OfNode(float):
     """What FSDP2 divides by instead of the factor that the script gave."""
-
-    def __new__(cls, given: float, nodes: int) -> _OfNode:
-        own = super().__new__(cls, given / nodes)
-        own.instead_of = given
-        return own
 
     instead_of: float
 

@@ -74,20 +74,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             since the last synchronisation, and every rank continues from the same parameters (Basu
             et al., 2019, arXiv 1906.02367). This also works with Compression.none. None: every step
             averages gradients, as in Horovod.
-        outer: with local steps, a function that makes an optimizer of the common parameters, such
-            as lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True). All ranks take the
-            same step with it, and its gradient is the averaged change (DiLoCo, Douillard et al.,
-            2023, arXiv 2311.08105). None: the average is subtracted.
-        overlap: with local steps, how many steps a rank takes while an average travels; fewer than
-            local_steps. What these steps change is part of the rank's next change (after Streaming
-            DiLoCo, Douillard et al., 2025, arXiv 2501.18512). 0: ranks wait for the average.
-        fragments: with local steps, how many parts of about equal size the model is cut into. The
-            parts synchronise in turn, each once in every local_steps steps, so less travels at a
-            time (also from Streaming DiLoCo). `overlap` must then be less than
-            local_steps // fragments.
-        clip_changes: with local steps, the largest norm that a rank's change may have, as a
-            multiple of the median norm of all ranks' changes, such as 2. Larger changes are scaled
-            down to it, so a rank that diverges moves the others less. None: no limit.
+        outer, overlap, fragments, clip_changes: with local steps; see
+            scalecom_hvd.ddp.DistributedOptimizer.
         collectives: with a method, a transport of your own by which ranks reach each other (see
             scalecom_hvd.exchange.Collectives). It defines the ranks, and whether they sum, so leave
             out `op`, gradient_predivide_factor and process_set. None: Horovod's transport.

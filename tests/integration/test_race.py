@@ -24,9 +24,16 @@ def test_a_resnet_trains_in_the_race(launched, tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="hosts need root")
 def test_a_short_race(run, tmp_path):
     command = [sys.executable, RACE, "--quick", "--untuned", "--seeds", "1", "--steps", "40"]
-    command += ["--ways", "PowerSGD, rank 2", "DiLoCo", "--output", tmp_path / "race"]
+    command += [
+        "--ways",
+        "PowerSGD, rank 2",
+        "DiLoCo",
+        "ScaleCom, auto",
+        "--output",
+        tmp_path / "race",
+    ]
     told = run(command, limit=600)
-    for way in ("DDP, dense", "ScaleCom", "PowerSGD, rank 2", "DiLoCo"):
+    for way in ("DDP, dense", "ScaleCom", "PowerSGD, rank 2", "DiLoCo", "ScaleCom, auto"):
         assert told.count(f"\n| {way} | ") == 3, told
     files = {path.name for path in (tmp_path / "race").iterdir()}
     assert {"curves.csv", "steps-2.json", "runs"} <= files

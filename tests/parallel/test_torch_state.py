@@ -184,6 +184,15 @@ def test_resuming_on_fewer_and_then_on_more_ranks(library, mode, halves, caplog)
 
 
 @horovods_alone
+def test_a_rank_outside_the_process_set_loads_its_state():
+    ranks = hvd.add_process_set([0])
+    options = {"process_set": ranks}
+    _, compressor = models.wrap(hvd, models.parameters(SHAPES), options=options, rate=20, **options)
+    compressor.load_state_dict(compressor.state_dict())
+    hvd.remove_process_set(ranks)
+
+
+@horovods_alone
 def test_stock_resumes_with_a_parameter_that_another_optimizer_trains():
     state = None
     for _ in range(2):

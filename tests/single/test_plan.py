@@ -171,11 +171,6 @@ def test_wrong_input_is_refused_with_what_to_write(capsys, wrong, error):
     assert error in capsys.readouterr().err
 
 
-def test_numbers_have_three_digits():
-    found = [plan._digits(number) for number in (0, 0.0123, 9.999, 12.34, 123.4, 12345.6)]
-    assert found == ["0", "0.0123", "10.00", "12.3", "123", "12,346"]
-
-
 def test_a_reader_that_leaves_early_is_no_error():
     command = [sys.executable, "-m", "scalecom_hvd", "plan", *SLOW.split()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -6,11 +6,12 @@ import race_language
 import torch
 from race_ways import WAYS, Way
 
-TIMES = {
-    ("forward and backward", 100): 10.0,
-    ("DDP dense", 100): 200.0,
-    ("DDP dense, one bucket", 100): 400.0,
-    ("quick", 100): 30.0,
+TIMED = {
+    ("forward and backward", 100): {"step_ms": 10.0},
+    ("DDP dense", 100): {"step_ms": 200.0},
+    ("DDP dense, one bucket", 100): {"step_ms": 400.0},
+    ("quick", 100): {"step_ms": 30.0},
+    ("auto", 100): {"step_ms": 30.0, "search_ms": [100.0] * 15},
 }
 
 
@@ -30,12 +31,14 @@ def run(*losses):
             [[6.0, 5.0, 4.0]],
             [(0, 6.0), (0.8 + 0.24, 5.0), (0.8 + 0.54, 4.0)],
         ),
+        # The search's steps have their own times.
+        (Way("auto"), [[6.0, 5.0, 4.0]], [(0, 6.0), (1.0, 5.0), (1.65, 4.0)]),
         # Losses are means of seeds.
         (Way("quick"), [[6.0, 5.0], [7.0, 4.0]], [(0, 6.5), (0.3, 4.5)]),
     ],
 )
 def test_curves(way, losses, points):
-    found = race.curve(way, [run(*own) for own in losses], TIMES, 100)
+    found = race.curve(way, [run(*own) for own in losses], TIMED, 100)
     assert found == [pytest.approx(point) for point in points]
 
 
@@ -43,7 +46,6 @@ def test_losses_and_times():
     points = [(0.0, 6.0), (10.0, 4.0), (20.0, 4.5), (30.0, 3.0)]
     times = {5.0: 5.0, 4.0: 10.0, 3.75: 25.0, 2.0: None}
     assert {loss: race.time_to(loss, points) for loss in times} == times
-    assert [race.loss_at(time, points) for time in (5.0, 50.0)] == [5.0, 3.0]
 
 
 def test_all_ways_are_timed_to_the_same_loss():

@@ -62,6 +62,25 @@ def test_one_process_trains_as_without_horovod():
     np.testing.assert_array_equal(*weights)
 
 
+def test_a_monitor_follows_the_models_optimizer():
+    hvd.init()
+    monitor, model = hvd_keras.MonitorCallback(), tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    for _ in range(2):
+        sgd = hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), compression=hvd.ScaleCom)
+        model.compile(sgd, "mse")
+        model.fit(np.ones((2, 3)), np.ones((2, 1)), verbose=0, callbacks=[monitor])
+        assert monitor.monitor._source is model.optimizer.compression
+
+
+def test_one_process_makes_sparse_gradients_dense():
+    hvd.init()
+    rows = tf.Variable(tf.zeros((4, 2)))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(rows, [1]))
+    tape = hvd.DistributedGradientTape(tape, compression=hvd.ScaleCom, sparse_as_dense=True)
+    assert tape.gradient(loss, [rows])[0].numpy().tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
+
+
 def test_settings_of_the_object(monkeypatch):
     monkeypatch.setenv("SCALECOM_RATE", "50")
     assert hvd.ScaleCom().config.rate == 50
