@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import textwrap
 from collections.abc import Callable, Iterator
@@ -89,7 +88,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=read, required=needed, metavar="N", help=what)
     sums = "gradients are summed on GPUs, not on processors"
     parser.add_argument("--nccl", action="store_true", help=sums)
-    parser.add_argument("--json", action="store_true", help="write the same numbers as JSON")
 
 
 def run(arguments: argparse.Namespace) -> Iterator[str]:
@@ -100,10 +98,6 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
     """
     s, c = setting(arguments), constants(arguments.nccl)
     rows = compare(s, c, sorted({4, 16, arguments.local_steps or 4}))
-    if arguments.json:
-        report = {"setting": dataclasses.asdict(s), "methods": [row._asdict() for row in rows]}
-        yield json.dumps(report | {"recommended": recommended(rows).label}, indent=1)
-        return
     paragraphs = [heading(s, arguments.nccl), "", *table(rows), ""]
     paragraphs += [*advice(s, c, rows, arguments.steps), "", caveats(s, arguments.nccl)]
     for text in paragraphs:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -54,9 +54,8 @@ class PerRank:
         """
         saved = state.get(self._name, self._given)
         # This rank's GPU may have another number now. Residues are copied to where they belong.
-        own = {"step": 0}
-        if saved:
-            own = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
+        read: Any = {"map_location": "cpu", "weights_only": True}
+        own = torch.load(io.BytesIO(saved), **read) if saved else {"step": 0}
         # What a checkpoint lacks comes back as it was before loading, which is fresh then.
         if saved == self._given and own["step"] == 0:
             log.warning(

@@ -364,20 +364,13 @@ class ScaleCom(Tracked, Compressor):
 
         Do not call it in a traced function. If there are several exchanges (such as for the two
         models of a GAN), step, rate, leader and residue_ratio are the largest, and the rest is
-        summed.
+        summed. If variables are frozen and thawed again, the old exchange goes on at its own step,
+        so "step" is too low.
 
         Returns:
-            A dict. "step": how many steps have counted. If variables are frozen and thawed again,
-            the old exchange goes on at its own step, so this is too low. "skipped_steps": how many
-            were skipped, because a gradient was not finite. "leader": the position of the rank that
-            chose last, for the first bucket. "bytes_offsets", "bytes_values" and "bytes_dense": the
-            bytes handed to Horovod in the last step. "bytes_traffic": what this rank sent for them
-            on a ring, averaged over ranks. "rate": elements of the model per element sent.
-            "collectives": how many there are per step. "residue_norm": the Euclidean norm of all
-            residues. Computing it reads them all. "residue_ratio": the norm of residues / beta,
-            which is what waits, divided by the norm of gradients. It is measured every 100 steps,
-            and is None before the first measurement. "outliers": how many gradients of a tensor
-            were longer than config.outliers allows, on this rank in this process.
+            A dict, in which keys mean what they do in scalecom_hvd.torch.ScaleCom.stats(): step,
+            skipped_steps, leader, bytes_offsets, bytes_values, bytes_dense, bytes_traffic, rate,
+            collectives, residue_norm, residue_ratio and outliers.
         """
         found = [exchange.stats() for exchange in self.exchanges()] or [_NOTHING_SENT]
         numbers: dict[str, int | float | None] = {}

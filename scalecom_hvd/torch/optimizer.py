@@ -69,13 +69,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         compression: a method (its class or an instance), or one of Horovod's compressors.
         op: with a method, hvd.Average or hvd.Sum.
         groups: as in Horovod. It says which tensors share a bucket.
-        local_steps: H, or {first step: H}. Every rank takes H steps on its own parameters, with its
-            own gradients and its own optimizer state. The method then averages the ranks' changes
-            since the last synchronisation, and every rank continues from the same parameters (Basu
-            et al., 2019, arXiv 1906.02367). This also works with Compression.none. None: every step
-            averages gradients, as in Horovod.
-        outer, overlap, fragments, clip_changes: with local steps; see
-            scalecom_hvd.ddp.DistributedOptimizer.
+        local_steps, outer, overlap, fragments, clip_changes: as in
+            scalecom_hvd.ddp.DistributedOptimizer. They also work with Compression.none.
         collectives: with a method, a transport of your own by which ranks reach each other (see
             scalecom_hvd.exchange.Collectives). It defines the ranks, and whether they sum, so leave
             out `op`, gradient_predivide_factor and process_set. None: Horovod's transport.

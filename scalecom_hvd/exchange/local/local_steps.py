@@ -525,9 +525,7 @@ class LocalSteps(Averager):
         """Load the local steps of a complete state, and put this rank's own parameters in place."""
         own = state["local_steps"]
         self._outer.load_state_dict(own)
-        self.taken, early = int(own["taken"]), own["early"]
-        # Version 0.2 counted those in the warm-up.
-        self._early = [0] * early if isinstance(early, int) else list(early)
+        self.taken, self._early = int(own["taken"]), list(own["early"])
         self._under_way = self._open = self._agreed = False
         self._journey = None
         # A state from before the first step knows no more than a newcomer does.
