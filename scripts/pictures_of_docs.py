@@ -96,6 +96,7 @@ RACED = {
     "PowerSGD, rank 2": "PowerSGD, rank 2",
     "dense, 4 times the batch": "dense, 4 times the batch",
     "ScaleCom": "ScaleCom",
+    "ScaleCom, auto": 'ScaleCom(rate="auto")',
     "ScaleCom, 4 times the batch": "ScaleCom, 4 times the batch",
 }
 
