@@ -51,10 +51,9 @@ def test_a_view_is_set_and_its_neighbours_are_not(view, given, root):
 
 def test_buffers_that_are_not_saved_are_sent_too():
     module = nn.Module()
-    for name, saved in (("saved", True), ("other", False)):
-        module.register_buffer(name, torch.full((3,), float(hvd.rank())), persistent=saved)
+    module.register_buffer("other", torch.full((3,), float(hvd.rank())), persistent=False)
     broadcast_parameters(module, 1)
-    assert all(torch.equal(buffer, torch.ones(3)) for buffer in module.buffers())
+    assert torch.equal(module.other, torch.ones(3))
 
 
 @pytest.mark.parametrize("root", [0, 1])
