@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -37,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for name, module, purpose in (("doctor", doctor, examines), ("plan", plan, predicts)):
         parsers[name] = commands.add_parser(name, help=purpose, description=f"{name}: {purpose}.")
         module.add_arguments(parsers[name])
-    arguments = parser.parse_args(_joined(sys.argv[1:] if words is None else words))
+    arguments = parser.parse_args(words)
     try:
         if arguments.command == "doctor":
             found: list[Finding] = []
@@ -50,17 +49,6 @@ def main(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-
-
-def _joined(words: Sequence[str]) -> list[str]:
-    """--rate -3 as --rate=-3: argparse takes -3M for an option, and could not say what is wrong."""
-    joined: list[str] = []
-    for word in words:
-        if joined and re.match(r"-[\d.]", word):
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
 
 
 def _write(lines: Iterable[str]) -> None:
