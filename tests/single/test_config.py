@@ -96,12 +96,7 @@ def test_environment_overrides_file_overrides_defaults(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("variable", "text", "error", "message"),
     [
-        (
-            "SCALECOM_RATE",
-            "fast",
-            TypeError,
-            "rate must be a number, a schedule such as .*not 'fast'",
-        ),
+        ("SCALECOM_RATE", "fast", TypeError, "rate must be a number, a schedule .*not 'fast'"),
         ("SCALECOM_OUTLIERS", "x", TypeError, "outliers must be a number, not 'x'"),
         ("SCALECOM_BETA", "[", ValueError, r"SCALECOM_BETA='\[' is not a value in YAML"),
         ("SCALECOM_RATES", "{conv: 0}", ValueError, r"rates\['conv'\] must be at least 1"),
@@ -161,8 +156,6 @@ SHAPES = {
     "head.bias": (10,),
     "final_norm.weight": (4096,),
 }
-
-
 LARGE = (99, 99)
 
 
@@ -216,9 +209,6 @@ def test_the_defaults_are_those_the_study_supports():
     assert config.replace(beta=0.1).flush, "what flushes does not depend on beta"
     assert (config.leader, config.lookahead, config.selection) == ("cyclic", False, "lanes")
     # Values are sent unquantised, as in the paper.
-    for whole in (
-        ScaleComConfig(bits=32).resolved(),
-        ScaleComConfig().resolved(knows_bits=False),
-    ):
+    for whole in (ScaleComConfig(bits=32).resolved(), ScaleComConfig().resolved(knows_bits=False)):
         assert (whole.bits, whole.rate) == (32, 100)
     assert ScaleComConfig(rate=50).resolved().bits == 4

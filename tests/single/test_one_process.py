@@ -12,6 +12,7 @@ from simulated import as_tensors, assert_same, made_up, simulate
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd.ddp import ScaleComState
+from scalecom_hvd.exchange.local.local_steps import LocalSteps
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.missing import TORCHS_ALONE
 from scalecom_hvd.torch.collective_names import named_collectives
@@ -248,3 +249,17 @@ def test_a_grad_scaler_goes_on_after_a_local_step_that_failed():
         with pytest.raises(ConnectionError) if fails else contextlib.nullcontext():
             scaler.step(optimizer)
     assert weight.tolist() == [0.75] * 4
+
+
+def test_a_commit_that_fails_is_not_half_made(monkeypatch):
+    hvd.init()
+    model = torch.nn.Linear(3, 3)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    sgd = hvd.DistributedOptimizer(sgd, model.named_parameters(), hvd.ScaleCom(), local_steps=2)
+    state, before = hvd.elastic.TorchState(model, sgd), model.weight.detach().clone()
+    model.weight.data.add_(1)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(LocalSteps, "collect", lambda self: 1 / 0)  # a rank was lost
+        state.save()
+    state.restore()
+    assert torch.equal(model.weight, before)
