@@ -277,18 +277,14 @@ class _LoadsInPlace:
     A schedule that was made before has that one's groups.
     """
 
-    param_groups: list[dict[str, Any]]
-    state: dict[torch.Tensor, Any]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:
         shared = dict(vars(self))
         super().__setstate__(state)  # type: ignore[misc]
         if "param_groups" in shared:
-            for own, loaded in zip(shared["param_groups"], self.param_groups, strict=True):
+            owned = [*shared["param_groups"], shared["state"]]
+            for own, new in zip(owned, map(dict, [*self.param_groups, self.state]), strict=True):
                 own.clear()
-                own.update(loaded)
-            shared["state"].clear()
-            shared["state"].update(self.state)
+                own.update(new)
             self.param_groups, self.state = shared["param_groups"], shared["state"]
 
 

@@ -245,8 +245,9 @@ class Run:
             theirs, mine = state.get("rank"), averager.collectives
             # Ranks of an elastic run change their positions, but keep their states. When ranks
             # agree, it is checked that no two of them have the same rank's residues.
-            is_own = theirs is None or mine.elastic or not state["residues"]
-            is_own = is_own or theirs == mine.position  # a rank outside a process set has none
+            # A rank outside the process set has no position, and no residues.
+            has_own = theirs is not None and not mine.elastic and state["residues"]
+            is_own = not has_own or theirs == mine.position
             if not is_own:
                 said = "rank %d of %d loads the residues that rank %s of %s saved"
                 log.warning(said, mine.position, mine.size, theirs, state.get("ranks"))
