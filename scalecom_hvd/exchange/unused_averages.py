@@ -230,7 +230,8 @@ class ResidueCopies:
         names: its compressed tensors, those of them whose last averages were thrown away, and those
         whose averages of other exchanges wait for the same step.
         """
-        returning = [name for name in names if name in thrown_away] if self._sent else []
+        has_left = self._copies.keys() | (names if self._sent else ())
+        returning = [name for name in names if name in thrown_away and name in has_left]
         if thrown_away:
             self._note(thrown_away, [name for name in returning if name not in self._copies])
         residues, states = self._method.residues, self._method.run.tensor_states
@@ -244,14 +245,13 @@ class ResidueCopies:
                     self.thrown_away, self._counted_at = self.thrown_away + 1, now
                     residues.given_back = set()
                 residues.given_back.add(name)
-        for name in names if self._sends and (self._is_needed or self._left >= 0) else ():
-            if name in waiting and name in self._copies:
-                continue
-            residue = residues.tensors[name].residue
-            if name not in self._copies:
-                self._copies[name] = torch.empty_like(residue)
-            self._copies[name].copy_(residue)
-            self._states[name] = {w: v for w, v in states[name].items() if w not in equal}
+        # Of averages that wait, the copy is that from before the first.
+        for name in [name for name in names if name not in waiting or name not in self._copies]:
+            copy, residue = self._copies.pop(name, None), residues.tensors[name].residue
+            if self._sends and (self._is_needed or self._left >= 0):
+                copy = torch.empty_like(residue) if copy is None else copy
+                self._copies[name] = copy.copy_(residue)
+                self._states[name] = {w: v for w, v in states[name].items() if w not in equal}
 
     def _note(self, names: Collection[str], lost: list[str]) -> None:
         if lost:

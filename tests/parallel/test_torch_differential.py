@@ -58,9 +58,9 @@ class Trained:
         # gradients that scripts set.
         self.new = False
         # mine: the gradients. kept: the residues before they came.
-        # Residues after the last exchange, and before it.
+        # Residues after the last exchange, and before the first whose averages wait for a step.
         self.mine, self.kept, self.earlier = {}, {}, {}
-        self.thrown = 0
+        self.thrown, self.waiting, self.used = 0, set(), set()
         method = script.method if library is hvd else "ScaleCom"
         generator = torch.Generator().manual_seed(script.seed)
         self.parameters = {
@@ -94,6 +94,11 @@ class Trained:
             **script.options,
             **more,
         )
+        self.optimizer.register_step_post_hook(self.note_used)
+
+    def note_used(self, *_):
+        names = [name for name, p in self.parameters.items() if p.grad is not None]
+        self.used |= {(name, self.steps()) for name in names}
 
     @property
     def own(self):
@@ -209,6 +214,7 @@ class Trained:
         before, self.thrown = self.thrown, self.times_thrown_away()
         names = self.compressor.residues.given_back if self.thrown > before else ()
         back = [name.partition(".")[0] for name in names]
+        self.waiting.difference_update(back)
         zeros = {name: torch.zeros(SHAPES[name]) for name in back}  # at the start
         return residues | {name: self.earlier.get(name, zeros[name]) for name in back}
 
@@ -228,7 +234,9 @@ class Trained:
         """Check what is true after synchronize(). void: whether the step was skipped."""
         residues = self.begun_with(residues)
         if self.steps() != steps:
-            self.earlier = residues
+            waiting = {name for name in self.waiting if (name, steps) not in self.used}
+            self.earlier |= {n: own for n, own in residues.items() if n not in waiting}
+            self.waiting = set(SHAPES)
         now = {name: dense(parameter.grad) for name, parameter in self.parameters.items()}
         self.mine, self.new = {name: grad.clone() for name, grad in now.items()}, False
         after = self.kept = self.residues()
@@ -374,6 +382,7 @@ class Trained:
             # In Horovod's own optimizer a compressor does not know of Sum. In a synchronize() with
             # nothing new, right after loading, it averages where another sum would multiply.
             reload(self.compressor)
+            self.waiting.clear()
 
     def load_in_step(self):
         handles = [handle for handle, _ in self.optimizer._handles.values()]
