@@ -60,7 +60,7 @@ class Trained:
         # mine: the gradients. kept: the residues before they came.
         # Residues after the last exchange, and before the first whose averages wait for a step.
         self.mine, self.kept, self.earlier = {}, {}, {}
-        self.thrown, self.waiting, self.used = 0, set(), set()
+        self.thrown, self.back, self.waiting, self.used = 0, set(), set(), set()
         method = script.method if library is hvd else "ScaleCom"
         generator = torch.Generator().manual_seed(script.seed)
         self.parameters = {
@@ -212,8 +212,10 @@ class Trained:
     def begun_with(self, residues):
         """The residues that an exchange began with, if some averages were thrown away before."""
         before, self.thrown = self.thrown, self.times_thrown_away()
-        names = self.compressor.residues.given_back if self.thrown > before else ()
-        back = [name.partition(".")[0] for name in names]
+        # After a step that was given up, more names may go back, for the same averages.
+        known = set() if self.thrown > before else self.back
+        self.back = set(self.compressor.residues.given_back) if self.own else set()
+        back = [name.partition(".")[0] for name in self.back - known]
         self.waiting.difference_update(back)
         zeros = {name: torch.zeros(SHAPES[name]) for name in back}  # at the start
         return residues | {name: self.earlier.get(name, zeros[name]) for name in back}
