@@ -322,7 +322,10 @@ class ScaleComConfig:
         if beta is None:
             beta = 0.2 if nu == 1 else 1.0
         found: dict[str, Any] = {"rate": rate, "rates": rates, "bits": bits, "nu": nu, "beta": beta}
-        return dataclasses.replace(self, **found, warmup_steps=warmup)
+        found["warmup_steps"] = warmup
+        if all(getattr(self, name) == value for name, value in found.items()):
+            return self
+        return dataclasses.replace(self, **found)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts, which `ScaleComConfig(**d)` reads.
@@ -339,7 +342,7 @@ class ScaleComConfig:
     @property
     def stages(self) -> list[tuple[int, Stage]]:
         """The first step of each stage, and what it sends. With rate="auto": of the first rung."""
-        own = self.resolved()
+        own = self.resolved() if None in (self.rate, self.bits) else self
         if own.rate == "auto":
             return [(0, LADDER[START])]
         rates = own.rate if isinstance(own.rate, Mapping) else {0: own.rate}
@@ -355,12 +358,13 @@ class ScaleComConfig:
     @property
     def levels(self) -> int:
         """L: values are integers from -L to L times a scale; 0: they travel as they are."""
-        return levels_of(self.resolved().bits)
+        return levels_of(self.resolved().bits if self.bits is None else self.bits)
 
     @property
     def extra(self) -> float:
         """The multiple of a residue that is sent besides acc where everything waiting is sent."""
-        return 1 / self.resolved().beta - 1 if self.flush else 0.0
+        beta = self.resolved().beta if self.beta is None else self.beta
+        return 1 / beta - 1 if self.flush else 0.0
 
     @classmethod
     def from_env(cls, base: ScaleComConfig | None = None) -> ScaleComConfig:

@@ -115,15 +115,18 @@ class ScaleComState:
         unwrapped = getattr(model, "_orig_mod", model)  # torch.compile's
         wrapper = unwrapped if isinstance(unwrapped, DistributedDataParallel) else None
         check_model(model, wrapper)
-        told = {"mesh": mesh, "collectives": collectives, "process_group": process_group}
-        first, *more = [*(name for name, own in told.items() if own is not None), ""]
-        if len(more) > 1:
-            raise ValueError(
-                f"{first}= already says which ranks average together: leave {more[0]} out"
-            )
         if mesh is not None:
+            if process_group is not None or collectives is not None:
+                raise ValueError(
+                    "mesh= already says which ranks average together: leave process_group and "
+                    "collectives out"
+                )
             check_mesh(mesh)
             check_same_ranks(mesh, wrapper.process_group if wrapper else None)
+        if collectives is not None and process_group is not None:
+            raise ValueError(
+                "collectives= already says which ranks average together: leave process_group out"
+            )
         parameters = averaged_parameters(model)
         if not parameters:
             raise ValueError("the model has no parameter that requires a gradient")

@@ -170,6 +170,8 @@ class QuasiHyperbolic:
 
         The run may be over, and another optimizer go on.
         """
+        if not self._residues.last_rates:  # all were mixed
+            return
         unknown = type(optimizer).__name__ if _momentum_of(optimizer) is None else None
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if self._residues.last_rates.pop(self._names.get(parameter), None) and unknown:

@@ -46,7 +46,6 @@ class Way:
         timed_as: bench_worker.py's name of the way's step.
         alone: whether every rank trains alone. Rank 0 is evaluated.
         begins: the share of the steps that come first and are dense, in one bucket.
-        takes_rungs: whether its rungs are those that rate="auto" found while steps were timed.
         rate: a factor of the learning rates that are tried. With AdamW, a batch m times as large
             has sqrt(m) times the rate if noise dominates.
     """
@@ -59,7 +58,6 @@ class Way:
     local: Callable[[], dict[str, Any]] | None = None
     alone: bool = False
     begins: float = 0.0
-    takes_rungs: bool = False
     rate: float = 1.0
 
     @property
@@ -112,7 +110,7 @@ WAYS = {
     DENSE: Way("DDP dense", lengths=(1.0,)),
     "one worker alone": Way("no communication", alone=True),
     OURS: Way("DDP ScaleCom cyclic", hook=_scalecom),
-    "ScaleCom, auto": Way("DDP ScaleCom, auto", hook=_auto, takes_rungs=True),
+    "ScaleCom, auto": Way("DDP ScaleCom, auto", hook=_auto),
     "DDP's fp16 hook": Way(
         "DDP fp16 hook",
         hook=lambda model, steps, **settings: (None, default_hooks.fp16_compress_hook),
